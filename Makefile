@@ -1,0 +1,78 @@
+# Everything a contributor runs. Needs python3, make and git; the rest goes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+# CPU-only wheels on Linux: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
+TORCH_INSTALL := $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PACKAGE_INSTALL := $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_BIN := $(TORCH_VENV)/bin
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all test-torch lint types format \
+        bench-balance bench-plan bench-consolidate clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
+
+demo: $(VENV)/.installed ## train a small model on RANKS=2 processes of this machine
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
+
+test: lint types ## lint, types and all quick tests: what CI runs
+	$(BIN)/pytest
+
+test-all: lint types ## the same with the slow tests
+	$(BIN)/pytest -m ""
+
+lint: $(VENV)/.installed ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed ## mypy --strict on the package
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-torch: ## the tests with another torch, TORCH=x.y.z, in a venv of its own
+	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))
+	$(MAKE) --no-print-directory $(TORCH_VENV)/.installed
+	$(TORCH_BIN)/pytest
+
+bench-balance: $(VENV)/.installed ## how evenly plans load the ranks
+	$(BIN)/python benchmarks/balance.py
+
+bench-plan: $(VENV)/.installed ## how long planning takes
+	$(BIN)/python benchmarks/plan.py
+
+bench-consolidate: $(VENV)/.installed ## time and memory of collecting the full state
+	$(BIN)/python benchmarks/consolidate.py
+
+clean: ## remove caches and build leftovers, keep the virtual environments
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find onecopy tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Torch first and alone; then the lock, in which nothing is resolved; then the package itself.
+$(VENV)/.installed: requirements/torch.txt requirements/dev.txt pyproject.toml
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/$(TORCH_INSTALL) -r requirements/torch.txt
+	@$(BIN)/$(PIP_INSTALL) --no-deps -r requirements/dev.txt
+	@$(BIN)/$(PACKAGE_INSTALL)
+	@touch $@
+
+$(TORCH_VENV)/.installed: requirements/dev.txt pyproject.toml
+	@echo "setting up $(TORCH_VENV)"
+	@$(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_BIN)/$(TORCH_INSTALL) torch==$(TORCH)
+	@$(TORCH_BIN)/$(PIP_INSTALL) --no-deps -r requirements/dev.txt
+	@$(TORCH_BIN)/$(PACKAGE_INSTALL)
+	@touch $@

@@ -1,0 +1,19 @@
+"""onecopy: one copy of the optimizer state in the whole job, instead of one per process."""
+
+from onecopy.agreement import RanksDisagree
+from onecopy.kinds import Kind, is_elementwise
+from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.plan import ParamSpec, Plan, make_plan
+from onecopy.transport import broadcast_object as _broadcast_object  # noqa: F401  as in torch
+from onecopy.version import __version__
+
+__all__ = [
+    "Kind",
+    "ParamSpec",
+    "Plan",
+    "RanksDisagree",
+    "ZeroRedundancyOptimizer",
+    "__version__",
+    "is_elementwise",
+    "make_plan",
+]

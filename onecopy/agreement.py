@@ -1,0 +1,111 @@
+"""Do all ranks hold the same? If not, the same error on every rank, naming the first difference.
+
+What a rank holds is described by lines of text. Agreement costs one all-gather of 32 bytes: the
+digest of the lines. Only when digests differ are lines exchanged: rank 0 shows all of its own, and
+every rank answers with the first line in which it differs. No pickle is involved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Protocol
+
+_LINE_BYTES = 400
+_SAME = -1
+
+
+class Channel(Protocol):
+    """The part of ``transport.Transport`` that agreement needs."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]: ...
+    def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes: ...
+
+
+class RanksDisagree(ValueError):
+    """Raised on every rank when the ranks were given different things."""
+
+
+def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:
+    """Raise :class:`RanksDisagree` on all ranks unless all hold the same lines."""
+    mine = [line.replace("\n", " ") for line in lines]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(channel.all_gather_bytes(digest))) == 1:
+        return
+    text = "\n".join(mine).encode() if channel.rank == 0 else None
+    theirs = channel.broadcast_bytes(text, source=0).decode().split("\n")
+    index = _first_difference(mine, theirs)
+    answers = channel.all_gather_bytes(_pack(index, _at(mine, index)))
+    raise RanksDisagree(_message(subject, theirs, [_unpack(answer) for answer in answers]))
+
+
+def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) -> None:
+    """Run ``prepare`` and compare the lines that it returns; if it raises anywhere, all raise.
+
+    ``prepare`` must not communicate. A rank on which it raised tells the others why, and raises
+    its own exception.
+    """
+    failure: Exception | None = None
+    try:
+        lines = ["prepared without an error", *prepare()]
+    except Exception as error:
+        failure = error
+        lines = [f"raised {type(error).__name__}: {error}"]
+    try:
+        require_agreement(channel, subject, lines)
+    except RanksDisagree:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> int:
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+        if a != b:
+            return i
+    return _SAME if len(mine) == len(theirs) else min(len(mine), len(theirs))
+
+
+def _at(lines: Sequence[str], index: int) -> str:
+    return lines[index] if 0 <= index < len(lines) else "nothing more"
+
+
+def _pack(index: int, line: str) -> bytes:
+    encoded = line.encode()[:_LINE_BYTES]
+    return index.to_bytes(8, "little", signed=True) + encoded.ljust(_LINE_BYTES, b"\0")
+
+
+def _unpack(answer: bytes) -> tuple[int, str]:
+    line = answer[8:].rstrip(b"\0").decode(errors="replace")
+    return int.from_bytes(answer[:8], "little", signed=True), line
+
+
+def _message(subject: str, base: Sequence[str], answers: Sequence[tuple[int, str]]) -> str:
+    first = min(index for index, _ in answers if index != _SAME)
+    holders: dict[str, list[int]] = {}
+    for rank, (index, line) in enumerate(answers):
+        # A rank whose first difference comes later holds here what rank 0 holds.
+        said = line if index == first else _at(base, first)
+        holders.setdefault(said, []).append(rank)
+    views = "".join(f"\n  {name_ranks(ranks)}: {said}" for said, ranks in holders.items())
+    return f"the ranks disagree while {subject}:{views}\nEvery rank must do the same here."
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5".
+
+    >>> name_ranks([0, 1, 2, 5])
+    'ranks 0-2, 5'
+    """
+    ordered = sorted(ranks)
+    runs = []
+    for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(runs)

@@ -1,0 +1,138 @@
+"""Memory: parameters and gradients as flat ranges, and flat homes for parameters.
+
+A *dense* tensor (contiguous in some order of its dimensions, channels_last for example) is seen as
+the one-dimensional run of its elements in storage order. Pieces are ranges of that run, so cutting
+never depends on strides, and parameters keep theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from onecopy.plan import Plan
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one gapless run of memory, in whatever order of dimensions."""
+    expected = 1
+    dims = ((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1)
+    if tensor.numel() == 0:
+        return True
+    for stride, size in sorted(dims):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a dense tensor in storage order, sharing its memory."""
+    return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
+
+
+def in_layout_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, with its elements in the same storage order as those of ``param``.
+
+    Why: pairing a contiguous gradient with a channels_last weight element by element in storage
+    order would mix up the elements.
+    """
+    if tensor.stride() == param.stride() or _same_order(param, tensor):
+        return tensor
+    return torch.empty_strided(
+        param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
+def _same_order(param: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Strides of dimensions of size one mean nothing."""
+    return all(
+        a == b
+        for a, b, size in zip(param.stride(), tensor.stride(), param.shape, strict=True)
+        if size != 1
+    )
+
+
+def fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether nothing else can live in the tensor's storage."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def first_overlap(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Positions of two tensors that share memory, if any do."""
+    spans = []
+    for position, param in enumerate(params):
+        if param.numel() and param.device.type != "meta":
+            reach = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True)) + 1
+            start = param.data_ptr()
+            spans.append((str(param.device), start, start + reach * param.element_size(), position))
+    spans.sort()
+    for (device, _, stop, a), (next_device, start, _, b) in itertools.pairwise(spans):
+        if device == next_device and start < stop:
+            return (a, b) if a < b else (b, a)
+    return None
+
+
+class FlatHomes:
+    """Flat storage of whole streams, with parameters living in it as views.
+
+    Then what a rank owns in a bucket is one gapless range, and gathering needs no copies. Strides
+    are kept. A parameter that shares its storage with anything else, or that is not dense, stays
+    where it is: moving it would tear it from what it shares with.
+    """
+
+    def __init__(self) -> None:
+        self._flats: list[torch.Tensor] = []  # one per stream of the plan
+        self._complete: list[bool] = []  # whether all parameters of the stream live in it
+        self._homes: dict[int, torch.Tensor] = {}
+
+    def adopt(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        """Give homes to the parameters of the plan's streams that have none yet."""
+        for stream in plan.streams[len(self._flats) :]:
+            like = params[stream.params[0]]
+            flat = torch.zeros(stream.stop, dtype=like.dtype, device=like.device)
+            for index, start in zip(stream.params, stream.starts, strict=True):
+                param = params[index]
+                if is_dense(param) and fills_its_storage(param):
+                    self._homes[index] = flat.as_strided(param.shape, param.stride(), start)
+            self._flats.append(flat)
+            self._complete.append(all(index in self._homes for index in stream.params))
+        self.bring_home(params)
+
+    def bring_home(self, params: Sequence[torch.Tensor]) -> None:
+        """Move in what is new, and move back what was given other memory in the meantime."""
+        for index, home in self._homes.items():
+            param = params[index]
+            if param.data_ptr() != home.data_ptr():
+                home.copy_(param.detach())
+                param.data = home
+
+    def range(self, stream: int, start: int, stop: int) -> torch.Tensor | None:
+        """[start, stop) of a stream as one tensor, if all of its parameters live there."""
+        return self._flats[stream][start:stop] if self._complete[stream] else None
+
+
+class Staging:
+    """A few reusable buffers: as many as there are gathers in flight, each as large as needed.
+
+    Fresh buffers of tens of megabytes would cost page faults in every step.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._sizes: dict[tuple[int, torch.dtype, torch.device], int] = {}
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def demand(self, turn: int, numel: int, like: torch.Tensor) -> None:
+        """Announce what ``reserve`` will ask for. All demands come before the first reserve."""
+        key = (turn % self._depth, like.dtype, like.device)
+        self._sizes[key] = max(numel, self._sizes.get(key, 0))
+
+    def reserve(self, turn: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for the ``turn``-th gather; the one for ``turn + depth`` is the same memory."""
+        key = (turn % self._depth, like.dtype, like.device)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(self._sizes[key], dtype=like.dtype, device=like.device)
+        return self._buffers[key][:numel]

@@ -1,0 +1,223 @@
+"""What the user hands over: checked, and described for planning and for agreement.
+
+Everything that can be wrong with parameters and groups is found here, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.buffers import fills_its_storage, first_overlap, is_dense
+from onecopy.kinds import Kind, choose_kind, update_cost
+from onecopy.plan import ParamSpec
+
+# Keys of a parameter group that are ours or torch's, not options of the optimizer class.
+OUR_KEYS = frozenset({"optimizer_class", "partition"})
+NOT_OPTIONS = OUR_KEYS | {"params", "param_names"}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the optimizer class in a parameter group."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """``params`` in any form that ``torch.optim`` accepts, as new group dicts with lists.
+
+    Generators are consumed here, once, also those inside a group.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(
+            "params must be an iterable of tensors or of group dicts, got a single tensor: "
+            "pass [tensor]"
+        )
+    try:
+        entries = list(params)
+    except TypeError as error:
+        raise TypeError(
+            f"params must be an iterable of tensors or of group dicts, got {type(params).__name__}"
+        ) from error
+    if not entries:
+        raise ValueError("params is empty: there is nothing to optimize")
+    if all(isinstance(entry, dict) for entry in entries):
+        groups = [_as_group(entry) for entry in entries]
+    elif all(isinstance(entry, torch.Tensor) or _is_named(entry) for entry in entries):
+        groups = [{"params": entries}]
+    else:
+        kinds = sorted({type(entry).__name__ for entry in entries})
+        raise TypeError(
+            "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
+            f"got {', '.join(kinds)}"
+        )
+    if not any(group["params"] for group in groups):
+        raise ValueError("none of the parameter groups holds a parameter")
+    return groups
+
+
+def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+    if "params" not in entry:
+        raise ValueError(f'a parameter group needs the key "params", got {sorted(entry)}')
+    group = dict(entry)
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        group["params"] = [params]
+    elif not isinstance(params, set):  # torch refuses sets itself: their order changes
+        group["params"] = list(params)
+    return group
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor)
+
+
+def check_tensors(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what cannot be sharded, naming it."""
+    first_type: str | None = None
+    for number, group in enumerate(groups):
+        for position, entry in enumerate(group["params"]):
+            param = entry[1] if _is_named(entry) else entry
+            if not isinstance(param, torch.Tensor):
+                continue  # torch's own message is good
+            where = f"parameter {position} of group {number}"
+            if param.layout != torch.strided:
+                raise ValueError(f"{where} is sparse ({param.layout}): only dense ones are sharded")
+            if hasattr(param, "device_mesh"):
+                raise ValueError(
+                    f"{where} is a DTensor, which already is distributed: pass plain parameters"
+                )
+            first_type = first_type or param.device.type
+            if param.device.type != first_type:
+                raise ValueError(
+                    f"{where} is on {param.device}, the first parameter on {first_type}: all must "
+                    "be on devices of one type"
+                )
+
+
+def check_class(optimizer_class: Any) -> None:
+    if not isinstance(optimizer_class, type):
+        raise TypeError(
+            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}"
+        )
+    if not issubclass(optimizer_class, Optimizer):
+        raise ValueError(
+            f"optimizer_class must be a torch.optim.Optimizer, got {optimizer_class.__name__}, "
+            "which is not (torch's functional optimizers are not)"
+        )
+
+
+def is_trainable(param: torch.Tensor) -> bool:
+    """Whether the parameter is to be planned.
+
+    A frozen Parameter is left out until it is unfrozen. A plain tensor is never "frozen": whoever
+    passes one sets its ``.grad`` by hand, as torch's optimizers allow.
+    """
+    if not (param.is_floating_point() or param.is_complex()):
+        return False
+    plain = not isinstance(param, torch.nn.Parameter)
+    return param.requires_grad or plain or param.grad is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """How the parameters of a group are sharded."""
+
+    optimizer_class: type[Optimizer]
+    kind: Kind
+    fused: bool
+    differentiable: bool
+
+
+def policy_of(
+    group: Mapping[str, Any],
+    default_class: type[Optimizer],
+    defaults: Mapping[str, Any],
+    partition: str,
+) -> GroupPolicy:
+    """The class and the kind of a group; keywords of the constructor go to ``default_class``."""
+    cls = group.get("optimizer_class", default_class)
+    check_class(cls)
+    options = {**(defaults if cls is default_class else {}), **options_of(group)}
+    kind = choose_kind(cls, options, group.get("partition", partition))
+    return GroupPolicy(
+        cls,
+        kind,
+        fused=bool(options.get("fused")),
+        differentiable=bool(options.get("differentiable")),
+    )
+
+
+def device_words(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:
+    """Names for devices that are the same on every rank.
+
+    Why: rank 0's parameters are on cuda:0 and rank 1's on cuda:1, and their plans must be equal.
+    """
+    words: dict[torch.device, str] = {}
+    for param in params:
+        words.setdefault(param.device, f"{param.device.type} #{len(words)}")
+    return words
+
+
+def spec_of(
+    index: int, param: torch.Tensor, policy: GroupPolicy, words: Mapping[torch.device, str]
+) -> ParamSpec:
+    """What the planner needs to know. A tensor with gaps in its memory is kept whole."""
+    return ParamSpec(
+        index=index,
+        numel=param.numel(),
+        dtype=str(param.dtype).removeprefix("torch."),
+        itemsize=param.element_size(),
+        device=words[param.device],
+        kind=policy.kind if is_dense(param) else Kind.WHOLE,
+        cost=update_cost(policy.optimizer_class, param.shape),
+        fused=policy.fused,
+    )
+
+
+def check_no_shared_memory(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    overlap = first_overlap(params)
+    if overlap is not None:
+        a, b = overlap
+        raise ValueError(
+            f"{names[a]} and {names[b]} are different parameters in the same memory: two owners "
+            "would overwrite each other's updates. Tie weights by using one Parameter object for "
+            "both"
+        )
+
+
+# -------------------------------------------------------------------------- for agreement
+
+
+def describe_param(name: str, param: torch.Tensor, word: str, planned: bool, homed: bool) -> str:
+    memory = f", stride {param.stride()}"
+    if homed:
+        memory += ", alone in its storage" if fills_its_storage(param) else ", in a shared storage"
+    return (
+        f"{name}: shape {tuple(param.shape)}{memory}, {param.dtype}, {word}, "
+        f"{'trainable' if planned else 'frozen'}"
+    )
+
+
+def describe_group(number: int, group: Mapping[str, Any], policy: GroupPolicy) -> list[str]:
+    lines = [
+        f"group {number}: {policy.optimizer_class.__module__}.{policy.optimizer_class.__qualname__}"
+        f", {policy.kind.value}, {len(group['params'])} parameters"
+    ]
+    for key, value in sorted(options_of(group).items()):
+        lines.append(f"group {number}: {key} = {_describe_value(value)}")
+    return lines
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {value.tolist()}" if value.numel() <= 16 else f"tensor {value.shape}"
+    if isinstance(value, (int, float, complex, str, bool, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_describe_value(v) for v in value) + ")"
+    # Anything else may print its address, which differs between ranks.
+    return type(value).__name__

@@ -1,0 +1,141 @@
+"""Uneven inputs: ``torch.distributed.algorithms.Join``.
+
+A rank that has run out of inputs still owns its pieces, and they must follow the gradient that the
+others compute. DDP keeps that gradient from it. So while some rank has joined, the lowest rank
+that has not lends each joined rank the gradients of its pieces, and its own options, because a
+joined rank's scheduler no longer moves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from onecopy.buffers import flat_range, in_layout_of, is_dense
+from onecopy.intake import options_of
+from onecopy.parcels import NotPlain, decode, encode, receive_tensors, send_tensors
+from onecopy.plan import Piece, Plan
+from onecopy.transport import Transport
+
+_NONE, _DENSE, _SPARSE = "n", "d", "s"
+
+
+class OptimizerJoinHook(JoinHook):
+    """Steps a joined rank's pieces once for each iteration of the ranks that go on."""
+
+    def __init__(self, step_joined: Callable[[], None]) -> None:
+        self._step_joined = step_joined
+
+    def main_hook(self) -> None:
+        self._step_joined()
+
+
+def lend_gradients(
+    transport: Transport,
+    plan: Plan,
+    params: Sequence[torch.Tensor],
+    groups: Sequence[MutableMapping[str, Any]],
+    joined: bool,
+) -> list[torch.Tensor | None] | None:
+    """On a joined rank: the gradients of its pieces, in the plan's order. Elsewhere: None.
+
+    Collective: all ranks call it in every step inside a join context.
+    """
+    everyone = transport.all_gather_bytes(b"1" if joined else b"0")
+    borrowers = [rank for rank, flag in enumerate(everyone) if flag == b"1"]
+    if not borrowers:
+        return None
+    lender = everyone.index(b"0")
+    is_lender = transport.rank == lender
+    news = _describe(plan, params, groups) if is_lender else None
+    presence, options = json.loads(transport.broadcast_bytes(news, lender))
+    if _SPARSE in presence:
+        raise ValueError(
+            "uneven inputs (Join) with sparse gradients are not supported: use sparse=False"
+        )
+    has_gradient = {
+        index: mark == _DENSE for index, mark in zip(sorted(plan.params), presence, strict=True)
+    }
+    if is_lender:
+        for rank in borrowers:
+            wanted = [piece for piece in plan.pieces(rank) if has_gradient[piece.param]]
+            send_tensors(transport, [_flat_gradient(params[p.param], p) for p in wanted], rank)
+    if not joined:
+        return None
+    for group, values in zip(groups, options, strict=True):
+        _follow_options(group, values)
+    return _borrow(transport, plan, params, has_gradient, lender)
+
+
+def _describe(
+    plan: Plan, params: Sequence[torch.Tensor], groups: Sequence[MutableMapping[str, Any]]
+) -> bytes:
+    presence = "".join(_presence(params[index]) for index in sorted(plan.params))
+    return json.dumps([presence, [_numbers(group) for group in groups]]).encode()
+
+
+def _presence(param: torch.Tensor) -> str:
+    if param.grad is None:
+        return _NONE
+    return _DENSE if param.grad.layout == torch.strided else _SPARSE
+
+
+def _flat_gradient(param: torch.Tensor, piece: Piece) -> torch.Tensor:
+    grad = param.grad
+    assert grad is not None
+    laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+    return flat_range(laid_out.detach(), piece.start, piece.stop)
+
+
+def _borrow(
+    transport: Transport,
+    plan: Plan,
+    params: Sequence[torch.Tensor],
+    has_gradient: dict[int, bool],
+    lender: int,
+) -> list[torch.Tensor | None]:
+    gradients: list[torch.Tensor | None] = []
+    room: list[torch.Tensor] = []
+    for piece in plan.pieces(transport.rank):
+        if not has_gradient[piece.param]:
+            gradients.append(None)
+            continue
+        param = params[piece.param]
+        if piece.param in plan.cut_params:
+            gradient = torch.empty(piece.numel, dtype=param.dtype, device=param.device)
+        elif is_dense(param):
+            gradient = torch.empty_strided(
+                param.shape, param.stride(), dtype=param.dtype, device=param.device
+            )
+        else:
+            gradient = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        gradients.append(gradient)
+        room.append(flat_range(gradient, 0, gradient.numel()))
+    receive_tensors(transport, {lender: room})
+    return gradients
+
+
+def _numbers(group: MutableMapping[str, Any]) -> dict[str, Any]:
+    """The options that can be written down; the rest is what it was at construction."""
+    written = {}
+    for key, value in options_of(group).items():
+        if isinstance(value, torch.Tensor):
+            written[key] = {"fill": value.tolist()}
+        else:
+            try:
+                written[key] = encode(value, [])
+            except NotPlain:
+                continue
+    return written
+
+
+def _follow_options(group: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+    for key, encoded in values.items():
+        if "fill" in encoded:
+            group[key].copy_(torch.tensor(encoded["fill"]))
+        else:
+            group[key] = decode(encoded, [])

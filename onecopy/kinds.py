@@ -1,0 +1,280 @@
+"""How an optimizer class may be sharded.
+
+    ELEMENTWISE   an element's update depends on that element alone (SGD, Adam, ...): cut anywhere
+    WHOLE         an update needs the entire tensor (Muon, Adafactor, ...): a tensor has one owner
+    GLOBAL        one parameter's update depends on another's (LBFGS, ...): cannot be sharded
+
+The classes of ``torch.optim`` are known. Any other class is *probed*: it takes a few steps on toy
+tensors, alone, in company and cut in two, and the results are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+logger = logging.getLogger("onecopy")
+
+
+class Kind(enum.Enum):
+    ELEMENTWISE = "elementwise"
+    WHOLE = "whole"
+    GLOBAL = "global"
+
+
+PARTITIONS = ("auto", Kind.ELEMENTWISE.value, Kind.WHOLE.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The kind of a class, and why."""
+
+    kind: Kind
+    reason: str
+
+
+_BY_ITSELF = Verdict(Kind.ELEMENTWISE, "every element is updated by itself")
+_ELEMENTWISE_NAMES = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+)
+
+
+def _known() -> dict[type[Optimizer], Verdict]:
+    by_name = {
+        **dict.fromkeys(_ELEMENTWISE_NAMES, _BY_ITSELF),
+        "Muon": Verdict(Kind.WHOLE, "it orthogonalises whole matrices"),
+        "Adafactor": Verdict(Kind.WHOLE, "it keeps statistics of rows, columns and whole tensors"),
+        "SparseAdam": Verdict(Kind.WHOLE, "its sparse gradients index the rows of a whole tensor"),
+        "LBFGS": Verdict(
+            Kind.GLOBAL,
+            "it treats all parameters as one vector and evaluates its closure as often as a "
+            "line search over that vector asks",
+        ),
+    }
+    # Why getattr: the older releases that we support lack some of the classes.
+    return {cls: v for name, v in by_name.items() if (cls := getattr(torch.optim, name, None))}
+
+
+_KNOWN = _known()
+
+# Options that choose between implementations of the same arithmetic. Some of them need an
+# accelerator, which the toy tensors of the probe are not on.
+_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def verdict(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Verdict:
+    """The kind of ``optimizer_class`` with these constructor options: known, or probed."""
+    known = _KNOWN.get(optimizer_class)
+    return known if known is not None else _probe(optimizer_class, options)
+
+
+def is_elementwise(optimizer_class: type[Optimizer], **options: Any) -> bool:
+    """Whether the class updates every element by itself, so that its state can be cut evenly.
+
+    >>> is_elementwise(torch.optim.AdamW, lr=1e-3)
+    True
+    """
+    return verdict(optimizer_class, options).kind is Kind.ELEMENTWISE
+
+
+def choose_kind(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], partition: str
+) -> Kind:
+    """ELEMENTWISE or WHOLE for a parameter group, or a ``ValueError`` with the reason."""
+    name = optimizer_class.__name__
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
+    known = _KNOWN.get(optimizer_class)
+    if partition != "auto" and known is None:
+        return Kind(partition)
+    found = known if known is not None else _probe(optimizer_class, options)
+    if found.kind is Kind.GLOBAL:
+        advice = (
+            f"Train it unsharded: {name}(model.parameters(), ...)."
+            if known is not None
+            else 'If that is acceptable, say partition="whole": every rank then runs it on its '
+            "own parameters, which is not the unsharded algorithm."
+        )
+        raise ValueError(f"{name} cannot be sharded: {found.reason}. {advice}")
+    if partition == Kind.ELEMENTWISE.value and found.kind is Kind.WHOLE:
+        raise ValueError(
+            f'partition="elementwise" would cut tensors that {name} needs whole: {found.reason}. '
+            'Leave partition="auto", or say "whole".'
+        )
+    return Kind.WHOLE if partition == Kind.WHOLE.value else found.kind
+
+
+def update_cost(optimizer_class: type[Optimizer], shape: Sequence[int]) -> int:
+    """Work of updating one whole tensor, to balance owners by.
+
+    Muon's Newton-Schulz iteration multiplies a matrix with its Gram matrix on the shorter side;
+    for everything else the number of elements is as good as any guess. Only the balance, never
+    the result, depends on it, so recognising Muon's relatives by name is good enough.
+    """
+    numel = math.prod(shape)
+    if "muon" in optimizer_class.__name__.lower() and len(shape) >= 2 and numel:
+        short = min(shape[0], numel // shape[0])
+        return numel * short
+    return numel
+
+
+# ---------------------------------------------------------------------------- the probe
+
+
+class _CallsClosureAgain(Exception):
+    """The probed class evaluated its closure a second time within one step."""
+
+
+_TOY_STEPS = 8
+
+
+def _probe(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Verdict:
+    options = {k: v for k, v in options.items() if k not in _IMPLEMENTATION_OPTIONS}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _compare_toy_runs(optimizer_class, options)
+        except _CallsClosureAgain:
+            return Verdict(
+                Kind.GLOBAL,
+                "it evaluates its closure more than once per step, on parameters of which every "
+                "rank has moved only its own",
+            )
+        except Exception as error:  # the class may need anything: a device, an argument of step()
+            logger.warning(
+                "%s could not be tried out on toy tensors (%s: %s), so its tensors are kept whole. "
+                "If its update of a tensor depends on that tensor alone, this is right: say "
+                'partition="whole" to confirm it.',
+                optimizer_class.__name__,
+                type(error).__name__,
+                error,
+            )
+            return Verdict(Kind.WHOLE, "it could not be tried out on toy tensors")
+
+
+def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Verdict:
+    first, second = _Toy((4, 6), seed=1), _Toy((5, 3), seed=2)
+    alone = _run(optimizer_class, options, [first])
+    together = _run(optimizer_class, options, [first, second])
+    second_alone = _run(optimizer_class, options, [second])
+    if not (
+        torch.equal(alone.values[0], together.values[0])
+        and torch.equal(second_alone.values[0], together.values[1])
+    ):
+        return Verdict(Kind.GLOBAL, "its update of one parameter depends on the other parameters")
+    if not alone.state_is_parameter_shaped:
+        return Verdict(Kind.WHOLE, "its state is not shaped like the parameter")
+    try:
+        cut = _run(optimizer_class, options, first.cut(at=7))
+    except Exception:
+        return Verdict(Kind.WHOLE, "it does not accept one-dimensional pieces")
+    if not cut.state_is_parameter_shaped:
+        return Verdict(Kind.WHOLE, "its state is not shaped like the parameter")
+    if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
+        return Verdict(Kind.WHOLE, "its update of an element depends on the rest of the tensor")
+    return _BY_ITSELF
+
+
+class _Toy:
+    """A small parameter and its gradients, of very unequal size so that no coupling can hide."""
+
+    def __init__(self, shape: tuple[int, ...], seed: int) -> None:
+        source = torch.Generator().manual_seed(seed)
+        scale = torch.logspace(-2, 1, math.prod(shape)).reshape(shape)
+        self.start = torch.randn(shape, generator=source)
+        self.gradients = [torch.randn(shape, generator=source) * scale for _ in range(_TOY_STEPS)]
+
+    def cut(self, at: int) -> list[_Toy]:
+        pieces = []
+        for part in (slice(None, at), slice(at, None)):
+            piece = copy.copy(self)
+            piece.start = self.start.flatten()[part]
+            piece.gradients = [g.flatten()[part] for g in self.gradients]
+            pieces.append(piece)
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    values: list[torch.Tensor]
+    state_is_parameter_shaped: bool
+
+
+def _run(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], toys: Sequence[_Toy]
+) -> _Run:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(toy.start.clone()) for toy in toys]
+    optimizer = optimizer_class(params, **copy.deepcopy(dict(options)))
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    step = step_without_hooks(optimizer)
+    takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+    for i in range(_TOY_STEPS):
+        for param, toy in zip(params, toys, strict=True):
+            param.grad = toy.gradients[i].clone()
+        _toy_step(step, takes_closure)
+    shaped = all(
+        value.shape in ((), param.shape)
+        for param in params
+        for value in _tensors(optimizer.state[param].values())
+    )
+    return _Run([param.detach() for param in params], shaped)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among state values; one hidden in a container counts as oddly shaped."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found.append(torch.empty(0, 0, 0))
+    return found
+
+
+def _toy_step(step: Callable[..., Any], takes_closure: bool) -> None:
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise _CallsClosureAgain
+        return torch.tensor(0.0)
+
+    step(closure=closure) if takes_closure else step()
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """``optimizer.step`` without the wrapper that torch puts around it for hooks and profiling.
+
+    Why: the wrapper runs the *global* step hooks, which belong to the user's one step and not to
+    the steps that we take inside it. Hooks of the instance itself are kept.
+    """
+    function: Any = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        for pre_hook in optimizer._optimizer_step_pre_hooks.values():
+            changed = pre_hook(optimizer, (optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed  # type: ignore[assignment]
+        result = function(optimizer, *args, **kwargs)
+        for post_hook in optimizer._optimizer_step_post_hooks.values():
+            post_hook(optimizer, (optimizer, *args), kwargs)
+        return result
+
+    return step

@@ -1,0 +1,303 @@
+"""The user's optimizer class, unmodified, on what this rank owns.
+
+For each class there is one inner optimizer. Its parameters are this rank's pieces: 1-D views of
+the real parameters, or the user's own parameter object where a piece is all of it, so that with
+one rank the inner optimizer is exactly the plain one. A piece has a gradient only while a step
+runs; where the parameter has none, the piece has none, and the class skips it as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.buffers import flat_range, in_layout_of
+from onecopy.intake import options_of
+from onecopy.kinds import step_without_hooks
+from onecopy.plan import Piece, Plan
+
+
+@dataclass(slots=True, eq=False)
+class OwnedPiece:
+    """A piece of this rank, and the tensor by which the inner optimizer knows it."""
+
+    piece: Piece
+    param: torch.Tensor  # the user's
+    tensor: torch.Tensor  # `param` itself, or a 1-D view of it
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tensor is self.param
+
+    @classmethod
+    def of(cls, piece: Piece, param: torch.Tensor, cut: bool) -> OwnedPiece:
+        return cls(piece, param, _view(param, piece) if cut else param)
+
+    def rebind(self) -> None:
+        """Follow the parameter to the memory it has now."""
+        if not self.is_whole:
+            self.tensor.data = flat_range(self.param.detach(), self.piece.start, self.piece.stop)
+
+    def gradient(self) -> torch.Tensor | None:
+        """The piece's part of the parameter's gradient."""
+        grad = self.param.grad
+        if grad is None:
+            return None
+        return flat_range(in_layout_of(self.param, grad), self.piece.start, self.piece.stop)
+
+
+def _view(param: torch.Tensor, piece: Piece) -> torch.nn.Parameter:
+    return torch.nn.Parameter(flat_range(param.detach(), piece.start, piece.stop))
+
+
+@dataclass(slots=True)
+class Inner:
+    """One optimizer class on this rank, and the numbers of the groups that it serves."""
+
+    optimizer: Optimizer
+    groups: list[int]
+
+
+class LocalOptimizer:
+    """All inner optimizers as one: ``param_groups`` and ``state`` as a plain optimizer has them."""
+
+    def __init__(self, default_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
+        self.pieces: list[OwnedPiece] = []
+        self._of_param: dict[torch.Tensor, list[OwnedPiece]] = {}
+        self._inners: dict[type[Optimizer], Inner] = {}
+        self._default_class = default_class
+        self._defaults = dict(defaults)
+
+    # ------------------------------------------------------------------ parameters and groups
+
+    def own(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
+        """Take over this rank's pieces of the parameters that the plan gained."""
+        known = {owned.piece.param for owned in self.pieces}
+        for piece in plan.pieces(rank):
+            if piece.param not in known:
+                param = params[piece.param]
+                owned = OwnedPiece.of(piece, param, cut=piece.param in plan.cut_params)
+                self.pieces.append(owned)
+                self._of_param.setdefault(param, []).append(owned)
+
+    def build(
+        self, groups: Sequence[Mapping[str, Any]], classes: Sequence[type[Optimizer]]
+    ) -> None:
+        """Construct one inner optimizer per class, on its groups.
+
+        The constructor's keywords go to the groups of the constructor's class; groups with a
+        class of their own bring their own options.
+        """
+        for cls in dict.fromkeys(classes):
+            numbers = [i for i, of_group in enumerate(classes) if of_group is cls]
+            keywords = self._defaults if cls is self._default_class else {}
+            optimizer = cls([self._inner_group(groups[i]) for i in numbers], **keywords)
+            self._inners[cls] = Inner(optimizer, numbers)
+
+    def add_group(self, number: int, group: Mapping[str, Any], cls: type[Optimizer]) -> None:
+        inner = self._inners.get(cls)
+        if inner is None:
+            keywords = self._defaults if cls is self._default_class else {}
+            self._inners[cls] = Inner(cls([self._inner_group(group)], **keywords), [number])
+        else:
+            inner.optimizer.add_param_group(self._inner_group(group))
+            inner.groups.append(number)
+
+    def refill_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """List newly owned pieces in the groups of their parameters."""
+        for inner_group, group in zip(self.param_groups, groups, strict=True):
+            inner_group["params"] = self._inner_group(group)["params"]
+
+    def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""
+        tensors = [owned.tensor for param in group["params"] for owned in self.of(param)]
+        return {"params": tensors, **options_of(group)}
+
+    def snapshot(self) -> Callable[[], None]:
+        """A function that undoes what ``own`` and ``add_group`` do after this."""
+        pieces, of_param = list(self.pieces), {p: list(o) for p, o in self._of_param.items()}
+        inners = {
+            cls: (inner, list(inner.groups), list(inner.optimizer.param_groups))
+            for cls, inner in self._inners.items()
+        }
+
+        def undo() -> None:
+            self.pieces, self._of_param = pieces, of_param
+            self._inners = {cls: inner for cls, (inner, _, _) in inners.items()}
+            for inner, groups, param_groups in inners.values():
+                inner.groups = groups
+                inner.optimizer.param_groups = param_groups
+
+        return undo
+
+    def of(self, param: torch.Tensor) -> list[OwnedPiece]:
+        """This rank's pieces of a parameter."""
+        return self._of_param.get(param, [])
+
+    def rebind(self) -> None:
+        for owned in self.pieces:
+            owned.rebind()
+
+    # ------------------------------------------------------------------ as one optimizer
+
+    @property
+    def inners(self) -> list[Inner]:
+        return list(self._inners.values())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner groups, in the order of the user's."""
+        numbered = {
+            number: group
+            for inner in self._inners.values()
+            for number, group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
+        }
+        return [numbered[number] for number in sorted(numbered)]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The full defaults of the constructor's class, as it completed them."""
+        inner = self._inners.get(self._default_class)
+        return dict(self._defaults) if inner is None else inner.optimizer.defaults
+
+    @property
+    def state(self) -> OwnedState:
+        return OwnedState(self)
+
+    def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The user's options, as a scheduler may have changed them, to the inner optimizers."""
+        for inner_group, group in zip(self.param_groups, groups, strict=True):
+            inner_group.update(options_of(group))
+
+    def options_out(self, groups: Sequence[MutableMapping[str, Any]]) -> None:
+        """The inner options, defaults and new ones included, to the user's groups."""
+        for inner_group, group in zip(self.param_groups, groups, strict=True):
+            group.update(options_of(inner_group))
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, closure: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Step every inner optimizer once, on the gradients bound to it; the first one's result."""
+        results = []
+        for inner in self._inners.values():
+            given = dict(kwargs)
+            if closure is not None:
+                given["closure"] = closure.once() if isinstance(closure, Replay) else closure
+            results.append(step_without_hooks(inner.optimizer)(**given))
+        return results[0]
+
+    @contextlib.contextmanager
+    def gradients_bound(self) -> Iterator[None]:
+        """Pieces have their parts of the parameters' gradients, without a copy."""
+        cut = [owned for owned in self.pieces if not owned.is_whole]
+        for owned in cut:
+            owned.tensor.grad = owned.gradient()
+        try:
+            yield
+        finally:
+            for owned in cut:
+                owned.tensor.grad = None
+
+    @contextlib.contextmanager
+    def gradients_borrowed(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Pieces have gradients from elsewhere; those of the user's parameters come back after."""
+        own = [owned.tensor.grad for owned in self.pieces]
+        for owned, gradient in zip(self.pieces, gradients, strict=True):
+            owned.tensor.grad = gradient
+        try:
+            yield
+        finally:
+            for owned, gradient in zip(self.pieces, own, strict=True):
+                owned.tensor.grad = gradient
+
+    # ------------------------------------------------------------------ copying
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalOptimizer:
+        """Pieces become views of the copied parameters: a copied view would alias nothing."""
+        new = type(self)(self._default_class, copy.deepcopy(self._defaults, memo))
+        memo[id(self)] = new
+        for owned in self.pieces:
+            param = copy.deepcopy(owned.param, memo)
+            tensor = param if owned.is_whole else _view(param, owned.piece)
+            memo[id(owned.tensor)] = tensor
+            copied = OwnedPiece(owned.piece, param, tensor)
+            new.pieces.append(copied)
+            new._of_param.setdefault(param, []).append(copied)
+        new._inners = {
+            cls: Inner(copy.deepcopy(inner.optimizer, memo), list(inner.groups))
+            for cls, inner in self._inners.items()
+        }
+        return new
+
+
+class OwnedState(MutableMapping[torch.Tensor, Any]):
+    """The state of what this rank owns, keyed by the tensors of the inner optimizers.
+
+    True even when empty. Why: torch's checkpoint helpers take a false ``state`` for one that has
+    yet to be made, and make it by stepping the live optimizer.
+    """
+
+    def __init__(self, local: LocalOptimizer) -> None:
+        self._local = local
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, tensor: torch.Tensor) -> Any:
+        return self._holder(tensor)[tensor]
+
+    def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        self._holder(tensor)[tensor] = value
+
+    def __delitem__(self, tensor: torch.Tensor) -> None:
+        del self._holder(tensor)[tensor]
+
+    def _holder(self, tensor: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+        for inner in self._local.inners:
+            if tensor in inner.optimizer.state:
+                return inner.optimizer.state
+        raise KeyError(
+            "this rank holds no state under that tensor. The keys are the tensors in "
+            'optimizer.optim.param_groups[i]["params"]: a parameter may be cut over the ranks'
+        )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for inner in self._local.inners:
+            yield from inner.optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(inner.optimizer.state) for inner in self._local.inners)
+
+
+class Replay:
+    """A closure that has been run: gives its loss to the inner optimizers, once to each.
+
+    Why not the closure itself: it would run once per class and per rank as its optimizer pleases,
+    and every run is a backward in which all ranks must take part.
+    """
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self.loss = closure()
+
+    def once(self) -> Callable[[], Any]:
+        """The closure for one inner optimizer, which may call it once."""
+        calls = 0
+
+        def loss() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError(
+                    "this optimizer class evaluates its closure more than once per step. Sharded, "
+                    "that cannot work: in between, each rank has moved only its own parameters"
+                )
+            return self.loss
+
+        return loss

@@ -1,0 +1,93 @@
+"""Where each rank was last seen, kept in the c10d store for the error messages of the others.
+
+A note costs microseconds and no collective. When a collective fails because a rank is missing,
+every rank that waited reads the notes and raises the same error: who was where.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from onecopy.agreement import name_ranks
+
+
+@dataclass(slots=True)
+class Notes:
+    """Where each rank was last seen, kept in the store of the user's group."""
+
+    store: Any
+    rank: int
+    world_size: int
+    count: int = 0
+    last: str = ""
+
+    def write(self, text: str) -> None:
+        self.count += 1
+        self.last = text
+        if self.world_size > 1 and self.store is not None:
+            clock = time.strftime("%H:%M:%S")
+            self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
+
+    def report(self) -> str:
+        """One text for all ranks: who is missing, and where everybody was."""
+        try:
+            seen = self._read()
+        except RuntimeError:  # the store went down with the rank that hosts it
+            return f"a collective failed while rank {self.rank} {self.last}."
+        furthest = max(note.number for note in seen)
+        missing = [rank for rank, note in enumerate(seen) if note.number < furthest]
+        places: dict[tuple[int, str], list[int]] = {}
+        for rank, note in enumerate(seen):
+            places.setdefault((note.number, note.text), []).append(rank)
+        views = "".join(
+            f"\n  {name_ranks(ranks)} {text} {seen[ranks[0]].since}"
+            for (_, text), ranks in places.items()
+        )
+        who = f"{name_ranks(missing)} did not arrive" if missing else "a rank was lost"
+        return f"a collective failed: {who}. Last seen:{views}"
+
+    def _read(self) -> list[_Note]:
+        if self.store is None:
+            return [_NEVER_SEEN] * self.world_size
+        return [self._read_one(self._key(rank)) for rank in range(self.world_size)]
+
+    def _read_one(self, key: str) -> _Note:
+        if not self.store.check([key]):
+            return _NEVER_SEEN
+        number, clock, text = self.store.get(key).decode().split("|", 2)
+        return _Note(int(number), text, f"(since {clock})")
+
+    def _key(self, rank: int) -> str:
+        return f"onecopy/{rank}"
+
+
+class _Note(NamedTuple):
+    number: int  # how many notes the rank has written: the same on ranks that are level
+    text: str
+    since: str
+
+
+_NEVER_SEEN = _Note(0, "was never seen", "")
+
+# Shared by all optimizers of a group: the order of their steps is part of being level.
+_notes: weakref.WeakKeyDictionary[Any, Notes] = weakref.WeakKeyDictionary()
+
+
+def notes_of(group: Any) -> Notes:
+    notes = _notes.get(group)
+    if notes is None:
+        notes = Notes(_store_of(group), dist.get_rank(group), dist.get_world_size(group))
+        _notes[group] = notes
+    return notes
+
+
+def _store_of(group: Any) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    # Releases before 2.7 keep the store beside the group.
+    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]

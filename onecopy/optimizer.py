@@ -1,0 +1,467 @@
+"""``ZeroRedundancyOptimizer``: wires planning, the local step, the gather and the state dict.
+
+One step, in drop-in mode (gradients are complete and averaged when ``step`` is called)::
+
+    options in  ->  gradients to my pieces  ->  my optimizer steps  ->  options out  ->  gather
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from onecopy.agreement import agree, require_agreement
+from onecopy.buffers import FlatHomes
+from onecopy.gatherer import Gatherer
+from onecopy.intake import (
+    NOT_OPTIONS,
+    GroupPolicy,
+    as_groups,
+    check_class,
+    check_tensors,
+    policy_of,
+)
+from onecopy.join import OptimizerJoinHook, lend_gradients
+from onecopy.local import LocalOptimizer, OwnedState, Replay
+from onecopy.plan import ParamSpec, Plan, make_plan
+from onecopy.replicas import require_equal_replicas
+from onecopy.roster import Roster
+from onecopy.state import Numbering, State, check_loadable, consolidate, load, take_stock
+from onecopy.transport import Transport
+from onecopy.version import __version__
+from onecopy.watch import MemoryWatch, require_live_parameters
+
+# Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
+_MOVES_PARAMETERS = ("train", "eval")
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Any optimizer, with its state cut over the ranks: one copy in the whole job.
+
+    A drop-in for the class of the same name in ``torch.distributed.optim``::
+
+        model = DistributedDataParallel(Net())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+
+    Each rank keeps the state of its share of the parameters, updates that share, and receives the
+    rest from the other ranks. Results are those of the unsharded optimizer, bit for bit, for every
+    class that updates elements one by one (SGD, Adam, ...); classes that need whole tensors (Muon,
+    Adafactor) have each tensor on one rank.
+
+    Args:
+        params: what ``torch.optim`` accepts: parameters, (name, parameter) pairs, or group dicts.
+            A group may bring an ``"optimizer_class"`` and a ``"partition"`` of its own.
+        optimizer_class: the class to run, any subclass of ``torch.optim.Optimizer``.
+        process_group: the ranks to shard over; by default all.
+        parameters_as_bucket_view: give the parameters flat storage, so that gathering them needs
+            no copies. Their strides stay as they are.
+        overlap_with_ddp: not available in this version.
+        partition: ``"auto"`` (by what the class needs), ``"elementwise"`` or ``"whole"``.
+        bucket_mb: how much is gathered at once, in MiB.
+        check_every: every so many steps, compare the parameters of all ranks.
+        **defaults: options of ``optimizer_class``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: str = "auto",
+        bucket_mb: float = 25,
+        check_every: int | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.initialized = False
+        groups, refusal = _checked(params, optimizer_class)
+        try:
+            self._transport = Transport(process_group)
+        except (ValueError, TypeError):
+            if refusal is not None:
+                raise refusal from None
+            raise
+        self.process_group = self._transport.user_group
+        self.rank = self._transport.rank
+        self.world_size = self._transport.world_size
+        self.global_rank = dist.get_rank()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._optimizer_class = optimizer_class
+        self._partition = partition
+        self._check_every = check_every
+        self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
+        self._steps = 0
+        self._roster = Roster()
+        self._local = LocalOptimizer(optimizer_class, defaults)
+        self._homes = FlatHomes() if parameters_as_bucket_view else None
+        self._gatherer = Gatherer(self._transport)
+        self._memory = MemoryWatch()
+        self._full_state: dict[int, State] | None = None
+        self._why_no_state = "no state dict has been consolidated"
+
+        def prepare() -> list[str]:
+            if refusal is not None:
+                raise refusal
+            _check_options(overlap_with_ddp, bucket_mb, check_every)
+            Joinable.__init__(self)
+            Optimizer.__init__(self, groups, {})
+            for group in self.param_groups:
+                self._roster = self._roster.with_group(group, self._policy(group, defaults))
+            plan = make_plan([], self.world_size, bucket_mb)
+            self._plan = plan.extended(self._roster.to_plan(plan))
+            self._local.own(self._plan, self.rank, self._roster.params)
+            classes = [policy.optimizer_class for policy in self._roster.policies]
+            self._local.build(self.param_groups, classes)
+            self._local.options_out(self.param_groups)
+            return self._description(self._plan)
+
+        agree(self._transport, "building the optimizer", prepare)
+        self.defaults = self._local.defaults
+        self.state = OwnedState(self._local)  # type: ignore[assignment]
+        self._settle()
+        self._transport.note("has built an optimizer")
+        self.initialized = True
+
+    # ------------------------------------------------------------------ parameters and the plan
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, on all ranks. No existing piece moves; a state dict consolidated before is
+        dropped. If it is refused, on any rank, nothing has changed."""
+        if not self.initialized:  # the base class's constructor adds the groups one by one
+            Optimizer.add_param_group(self, param_group)
+            return
+        self._transport.note("is adding a parameter group")
+        before, undo_local = len(self.param_groups), self._local.snapshot()
+        roster, plan = self._roster, self._plan
+
+        def prepare() -> list[str]:
+            if not isinstance(param_group, dict):
+                raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
+            (group,) = as_groups([param_group])
+            check_tensors([*self.param_groups, group])
+            self._add_to_base(group)
+            self._roster = roster.with_group(group, self._policy(group, self.defaults))
+            self._plan = plan.extended(self._roster.to_plan(plan))
+            self._local.own(self._plan, self.rank, self._roster.params)
+            self._local.add_group(before, group, self._roster.policies[-1].optimizer_class)
+            self._local.options_out(self.param_groups)
+            return self._description(self._plan)
+
+        try:
+            agree(self._transport, "adding a parameter group", prepare)
+        except Exception:
+            del self.param_groups[before:]
+            self._roster, self._plan = roster, plan
+            undo_local()
+            raise
+        self._forget_full_state("a parameter group was added after the last consolidation")
+        self._settle()
+
+    def _add_to_base(self, group: dict[str, Any]) -> None:
+        """The base class's checks, without its defaults: a group may be of another class, and the
+        inner optimizer completes it."""
+        defaults, self.defaults = self.defaults, {}
+        try:
+            Optimizer.add_param_group(self, group)
+        finally:
+            self.defaults = defaults
+
+    def _policy(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
+        policy = policy_of(group, self._optimizer_class, defaults, self._partition)
+        if policy.differentiable and self.world_size > 1:
+            raise ValueError(
+                "differentiable=True cannot be sharded: no graph leads through a parameter that "
+                "arrives from another rank"
+            )
+        return policy
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        return self._roster.params
+
+    def _description(self, plan: Plan) -> list[str]:
+        """What all ranks must hold alike."""
+        return [
+            f"onecopy {__version__}, {self.world_size} ranks, {self._steps} steps taken",
+            *self._roster.description(self.param_groups, plan, with_storage=bool(self._homes)),
+        ]
+
+    def _settle(self) -> None:
+        """Prepare memory and transfers for the plan as it is now."""
+        if self._homes is not None:
+            self._homes.adopt(self._plan, self._roster.params)
+        self._local.rebind()
+        self._gatherer.prepare(self._plan, self._roster.params, self._homes)
+        self._memory.remember(self._roster.planned(self._plan))
+
+    def _follow_changes(self) -> None:
+        """What happened to the parameters since the last step: unfrozen, or given new memory."""
+        unfrozen = self._roster.to_plan(self._plan)
+        if unfrozen:
+            self._take_in(unfrozen)
+        if self._memory.has_moved():
+            if self.world_size > 1 or self._homes is not None:
+                self._memory.require_same_form()
+            self._settle()
+
+    def _take_in(self, unfrozen: Sequence[ParamSpec]) -> None:
+        plan = self._plan.extended(unfrozen)
+        require_agreement(self._transport, "taking in unfrozen parameters", self._description(plan))
+        self._plan = plan
+        self._local.own(plan, self.rank, self._roster.params)
+        self._local.refill_groups(self.param_groups)
+        self._settle()
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters on all ranks. Keywords go to the optimizer class's ``step``.
+
+        A closure is run once, on every rank; its result, this rank's loss, is returned.
+        """
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        return self._step(Replay(closure) if callable(closure) else closure, kwargs, joined=False)
+
+    def _step_joined(self) -> None:
+        """A step of the others, on a rank that has run out of inputs."""
+        self._step(None, {}, joined=True)
+
+    def _step(self, closure: Any, kwargs: Mapping[str, Any], joined: bool) -> Any:
+        self._steps += 1
+        self._transport.note(f"is in step {self._steps}")
+        if self._check_steps:
+            require_agreement(self._transport, "checking a step", self._description(self._plan))
+        self._follow_changes()
+        borrowed = None
+        if self._join_config.enable:
+            borrowed = lend_gradients(
+                self._transport, self._plan, self._roster.params, self.param_groups, joined
+            )
+        if not joined:
+            self._require_usable_gradients()
+        self._local.options_in(self.param_groups)
+        bound = (
+            self._local.gradients_bound()
+            if borrowed is None
+            else self._local.gradients_borrowed(borrowed)
+        )
+        with bound, torch.profiler.record_function("onecopy::step"):
+            result = self._local.step(closure, kwargs)
+        self._local.options_out(self.param_groups)
+        self._gatherer.gather()
+        self._forget_full_state("the optimizer has stepped since the last consolidation")
+        if self._check_every and self._steps % self._check_every == 0:
+            self.assert_replicas_equal()
+        self._transport.note(f"has finished step {self._steps}")
+        return result
+
+    def _require_usable_gradients(self) -> None:
+        any_gradient = False
+        for index in self._plan.params:
+            grad = self._roster.params[index].grad
+            if grad is not None:
+                any_gradient = True
+                if grad.layout is not torch.strided and index in self._plan.cut_params:
+                    raise RuntimeError(
+                        f"{self._roster.names[index]} has a sparse gradient, and its state is cut "
+                        f"over the ranks. Keep it whole: put it into a group of its own with "
+                        f'"partition": "whole", or pass partition="whole"'
+                    )
+        if not any_gradient:
+            require_live_parameters(self._roster.params)
+
+    def assert_replicas_equal(self) -> None:
+        """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
+        all ranks, naming the first parameter that differs and the ranks."""
+        require_equal_replicas(self._roster.params, self._roster.names, self._transport)
+
+    # ------------------------------------------------------------------ the full state dict
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the full state to rank ``to`` of the group, where ``state_dict`` then returns it.
+
+        Collective. The result is a copy on the CPU; it is dropped at the next step.
+        """
+        if not isinstance(to, int) or not 0 <= to < self.world_size:
+            last = self.world_size - 1
+            raise ValueError(f"to must be a rank of the process group, 0 to {last}, got {to!r}")
+        self._transport.note(f"is consolidating the state to rank {to}")
+        self._local.options_in(self.param_groups)
+        stock: Any = None
+
+        def prepare() -> list[str]:
+            nonlocal stock
+            stock = take_stock(self._local)
+            return [f"to rank {to}", f"after {self._steps} steps", f"plan {self._plan.digest}"]
+
+        agree(self._transport, "consolidating the state", prepare)
+        self._forget_full_state(f"the state was consolidated to rank {to}")
+        self._full_state = consolidate(self._plan, self._roster.params, self._transport, to, stock)
+        self._transport.note("has consolidated the state")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state, as the unsharded optimizer class writes it.
+
+        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        if self._full_state is None:
+            raise RuntimeError(
+                f"rank {self.rank} has no state dict: {self._why_no_state}. Call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+            )
+        numbering = Numbering.of(self.param_groups)
+        result: dict[str, Any] = {
+            "state": {
+                numbering.ids[self._roster.params[index]]: dict(state)
+                for index, state in self._full_state.items()
+            },
+            "param_groups": [
+                {**_without_our_keys(group), "params": ids}
+                for group, ids in zip(self.param_groups, numbering.groups, strict=True)
+            ],
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a full state dict: ours at any world size, the plain class's,
+        or torch's own sharded class's. To be called on all ranks; the dict is not changed.
+
+        A dict that does not fit is refused before anything is changed.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        states = check_loadable(state_dict, self.param_groups, self._local)
+        load(self._local, states, state_dict["param_groups"])
+        for group, inner, saved in zip(
+            self.param_groups, self._local.param_groups, state_dict["param_groups"], strict=True
+        ):
+            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
+            if "param_names" in saved:
+                kept["param_names"] = list(saved["param_names"])
+            group.clear()
+            group.update(kept)
+            group.update({key: inner[key] for key in inner if key not in NOT_OPTIONS})
+        self._forget_full_state("a state dict was loaded after the last consolidation")
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _forget_full_state(self, why: str) -> None:
+        self._full_state = None
+        self._why_no_state = why
+
+    # ------------------------------------------------------------------ as torch's class has it
+
+    @property
+    def optim(self) -> Any:
+        """The optimizer on this rank's pieces; with several classes, all of them as one."""
+        inners = self._local.inners
+        return inners[0].optimizer if len(inners) == 1 else self._local
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``. The keywords belong to other joinables."""
+        del kwargs
+        return OptimizerJoinHook(self._step_joined)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._roster.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped class has, ``train`` and ``eval`` for example."""
+        local = self.__dict__.get("_local")
+        if local is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        having = [i.optimizer for i in local.inners if hasattr(i.optimizer, name)]
+        if not having:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor {self._optimizer_class.__name__} has an "
+                f"attribute {name!r}"
+            )
+        if name in _MOVES_PARAMETERS:
+            return lambda: self._move_parameters(name, having)
+        return getattr(having[0], name)
+
+    def _move_parameters(self, name: str, optimizers: Sequence[Optimizer]) -> None:
+        self._follow_changes()
+        self._local.options_in(self.param_groups)
+        for optimizer in optimizers:
+            getattr(optimizer, name)()
+        self._local.options_out(self.param_groups)
+        self._gatherer.gather()
+
+    # ------------------------------------------------------------------ copying
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
+        """A working optimizer on copies of the parameters, in the same process group."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        memo[id(self._plan)] = self._plan
+        memo[id(self.process_group)] = self.process_group
+        # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
+        left = {"step", "state", "_homes", "_gatherer", "_memory", "_full_state"}
+        for key, value in self.__dict__.items():
+            if key not in left and not key.endswith("_hooks"):
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._forget_full_state("this optimizer is a copy that was not consolidated")
+        Optimizer.__setstate__(new, {})
+        new.state = OwnedState(new._local)  # type: ignore[assignment]
+        new._homes = None if self._homes is None else FlatHomes()
+        new._gatherer = Gatherer(self._transport)
+        new._memory = MemoryWatch()
+        new._settle()
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: this rank holds only its share of the "
+            "state, and a process group. Save consolidate_state_dict() + state_dict() instead"
+        )
+
+
+def _checked(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], Exception | None]:
+    """The parameter groups, or why they are refused; told to all ranks once they can be reached."""
+    try:
+        groups = as_groups(params)
+        check_tensors(groups)
+        check_class(optimizer_class)
+    except (TypeError, ValueError) as error:
+        return [], error
+    return groups, None
+
+
+def _check_options(overlap_with_ddp: bool, bucket_mb: float, check_every: int | None) -> None:
+    if overlap_with_ddp:
+        raise NotImplementedError(
+            "overlap_with_ddp=True is not available in this version: leave it out and call step() "
+            "after backward(); the results are the same"
+        )
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
+    if check_every is not None and check_every < 1:
+        raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
+
+
+def _without_our_keys(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS - {"param_names"}}

@@ -1,0 +1,92 @@
+"""The parameters in the order in which the user gave them, and what planning makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from onecopy.intake import (
+    GroupPolicy,
+    check_no_shared_memory,
+    describe_group,
+    describe_param,
+    device_words,
+    is_trainable,
+    spec_of,
+)
+from onecopy.plan import ParamSpec, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A parameter; its place in the roster is its number in the plan."""
+
+    param: torch.Tensor
+    name: str
+    group: int
+
+
+@dataclass(frozen=True, eq=False)
+class Roster:
+    """All parameters, each once however often it is tied or listed, and how groups are sharded."""
+
+    entries: tuple[Entry, ...] = ()
+    policies: tuple[GroupPolicy, ...] = ()
+
+    def with_group(self, group: Mapping[str, Any], policy: GroupPolicy) -> Roster:
+        """A roster that holds one more group."""
+        known = {entry.param for entry in self.entries}
+        names = group.get("param_names") or [""] * len(group["params"])
+        entries = list(self.entries)
+        for param, name in zip(group["params"], names, strict=True):
+            if param not in known:
+                known.add(param)
+                title = f"parameter {len(entries)}" + (f" ({name})" if name else "")
+                entries.append(Entry(param, title, len(self.policies)))
+        return Roster(tuple(entries), (*self.policies, policy))
+
+    @cached_property
+    def params(self) -> list[torch.Tensor]:
+        return [entry.param for entry in self.entries]
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def planned(self, plan: Plan) -> list[Entry]:
+        return [self.entries[index] for index in sorted(plan.params)]
+
+    def to_plan(self, plan: Plan) -> list[ParamSpec]:
+        """The trainable parameters that the plan does not hold yet."""
+        if len(plan.params) == len(self.entries):
+            return []
+        new = [
+            index
+            for index, entry in enumerate(self.entries)
+            if index not in plan.params and is_trainable(entry.param)
+        ]
+        if new and plan.world_size > 1:
+            both = [self.entries[index] for index in sorted({*plan.params, *new})]
+            check_no_shared_memory([e.param for e in both], [e.name for e in both])
+        words = device_words(self.params) if new else {}
+        return [
+            spec_of(index, entry.param, self.policies[entry.group], words)
+            for index, entry in ((index, self.entries[index]) for index in new)
+        ]
+
+    def description(
+        self, groups: Sequence[Mapping[str, Any]], plan: Plan, with_storage: bool
+    ) -> list[str]:
+        """What all ranks must hold alike, as lines for agreement."""
+        lines = []
+        for number, (group, policy) in enumerate(zip(groups, self.policies, strict=True)):
+            lines += describe_group(number, group, policy)
+        words = device_words(self.params)
+        for index, entry in enumerate(self.entries):
+            word, planned = words[entry.param.device], index in plan.params
+            lines.append(describe_param(entry.name, entry.param, word, planned, with_storage))
+        return [*lines, f"plan {plan.digest}"]

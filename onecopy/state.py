@@ -1,0 +1,281 @@
+"""The full state dict: gathered to one rank, and loaded from what a plain optimizer wrote.
+
+Gathering. Every rank tells the target what it holds as JSON, then sends its tensors in parcels
+straight from its memory; the target receives them straight into the parameter-shaped result. Other
+ranks allocate at most one parcel. Nothing is pickled.
+
+Loading. Everything is checked first; then every inner optimizer loads a dict that was cut for it
+with its own ``load_state_dict``, so that the rules of its class (casts, where ``step`` lives) hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from onecopy.buffers import flat_range, in_layout_of, is_dense
+from onecopy.intake import options_of
+from onecopy.local import LocalOptimizer, OwnedPiece
+from onecopy.parcels import Form, NotPlain, decode, encode, receive_tensors, send_tensors
+from onecopy.plan import Piece, Plan
+from onecopy.transport import Transport, bytes_from_tensor, tensor_from_bytes
+
+State = dict[str, Any]
+
+
+# -------------------------------------------------------------------------- the format
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The ids by which ``state_dict`` knows the parameters, as ``torch.optim`` gives them out."""
+
+    ids: dict[torch.Tensor, int]
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Numbering:
+        ids: dict[torch.Tensor, int] = {}
+        numbers: list[list[int]] = []
+        start = 0
+        for group in groups:
+            for number, param in enumerate(group["params"], start):
+                ids.setdefault(param, number)
+            numbers.append([ids[param] for param in group["params"]])
+            start += len(group["params"])
+        return cls(ids, numbers)
+
+
+# -------------------------------------------------------------------------- gathering
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What a rank holds: for each of its pieces the encoded state, and the forms of its tensors.
+
+    Most pieces look alike, so each look is written once.
+    """
+
+    looks: list[tuple[Any, list[Form]]] = field(default_factory=list)
+    of_piece: list[int] = field(default_factory=list)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([self.looks, self.of_piece]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        looks, of_piece = json.loads(data)
+        return cls(
+            [(encoded, [Form.from_json(*form) for form in forms]) for encoded, forms in looks],
+            of_piece,
+        )
+
+    def __iter__(self) -> Iterator[tuple[Any, list[Form]]]:
+        return (self.looks[number] for number in self.of_piece)
+
+
+def take_stock(local: LocalOptimizer) -> tuple[Manifest, list[torch.Tensor]]:
+    """This rank's manifest, and its tensors as 1-D runs in the manifest's order."""
+    manifest = Manifest()
+    numbers: dict[str, int] = {}
+    flats: list[torch.Tensor] = []
+    states = local.state
+    for owned in local.pieces:
+        tensors: list[torch.Tensor] = []
+        held = states.get(owned.tensor)
+        try:
+            encoded = None if held is None else encode(dict(held), tensors)
+        except NotPlain as error:
+            raise TypeError(
+                f"the state of parameter {owned.piece.param} holds {error}, which a state dict "
+                "cannot carry: only tensors, numbers, strings, None and containers of them"
+            ) from None
+        tensors = [t.detach() if is_dense(t) else t.detach().contiguous() for t in tensors]
+        forms = [Form.of(tensor) for tensor in tensors]
+        look = json.dumps([encoded, forms])
+        if look not in numbers:
+            numbers[look] = len(manifest.looks)
+            manifest.looks.append((encoded, forms))
+        manifest.of_piece.append(numbers[look])
+        flats += [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
+    return manifest, flats
+
+
+def consolidate(
+    plan: Plan,
+    params: Sequence[torch.Tensor],
+    transport: Transport,
+    to: int,
+    stock: tuple[Manifest, list[torch.Tensor]],
+) -> dict[int, State] | None:
+    """The whole job's state on rank ``to``, on the CPU, by the plan's parameter numbers."""
+    manifest, flats = stock
+    text = manifest.to_bytes()
+    lengths = transport.all_gather_bytes(len(text).to_bytes(8, "little"))
+    if transport.rank != to:
+        send_tensors(transport, [tensor_from_bytes(text)], to)
+        send_tensors(transport, flats, to)
+        return None
+    whole = _Whole(plan, params)
+    incoming: dict[int, list[torch.Tensor]] = {}
+    for rank, length in enumerate(lengths):
+        if rank == to:
+            theirs = manifest
+        else:
+            room = torch.empty(int.from_bytes(length, "little"), dtype=torch.uint8)
+            receive_tensors(transport, {rank: [room]})
+            theirs = Manifest.from_bytes(bytes_from_tensor(room))
+        incoming[rank] = whole.expect(rank, theirs)
+    for target, source in zip(incoming.pop(to), flats, strict=True):
+        target.copy_(source)
+    receive_tensors(transport, incoming)
+    return whole.states()
+
+
+class _Whole:
+    """Parameter-shaped state under construction on the target."""
+
+    def __init__(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        self._plan = plan
+        self._params = params
+        self._states: dict[int, State] = {}
+
+    def expect(self, rank: int, manifest: Manifest) -> list[torch.Tensor]:
+        """Room for what a rank will send, as 1-D runs in the order of its manifest."""
+        room: list[torch.Tensor] = []
+        for piece, (encoded, forms) in zip(self._plan.pieces(rank), manifest, strict=True):
+            if encoded is not None:
+                cut = piece.param in self._plan.cut_params
+                room += (self._place_cut if cut else self._place)(piece, encoded, forms)
+        return room
+
+    def _place(self, piece: Piece, encoded: Any, forms: Sequence[Form]) -> list[torch.Tensor]:
+        tensors = [form.empty() for form in forms]
+        self._states[piece.param] = decode(encoded, tensors)
+        return [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
+
+    def _place_cut(self, piece: Piece, encoded: Any, forms: Sequence[Form]) -> list[torch.Tensor]:
+        """Tensors as long as the piece are parts of a parameter-shaped one; others are equal in
+        all pieces, and the first is kept."""
+        state = self._states.setdefault(piece.param, {})
+        param = self._params[piece.param]
+        tensors = [form.empty() for form in forms]
+        room = [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
+        for key, value in decode(encoded, tensors).items():
+            if not (isinstance(value, torch.Tensor) and value.shape == (piece.numel,)):
+                state.setdefault(key, value)
+                continue
+            if key not in state:
+                # Zeros: an owner whose parameter never had a gradient has no state to send.
+                state[key] = torch.zeros_like(
+                    param, dtype=value.dtype, device="cpu", memory_format=torch.preserve_format
+                ).detach()
+            position = next(i for i, tensor in enumerate(tensors) if tensor is value)
+            room[position] = flat_range(state[key], piece.start, piece.stop)
+        return room
+
+    def states(self) -> dict[int, State]:
+        return dict(sorted(self._states.items()))
+
+
+# -------------------------------------------------------------------------- loading
+
+
+def check_loadable(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], local: LocalOptimizer
+) -> dict[torch.Tensor, Mapping[str, Any]]:
+    """The state of each parameter in ``state_dict``, or the reason why it does not fit."""
+    states, saved_groups = state_dict["state"], state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"the state dict has {len(saved_groups)} parameter groups, the optimizer {len(groups)}"
+        )
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"group {number} of the state dict has {len(saved['params'])} parameters, that of "
+                f"the optimizer {len(group['params'])}"
+            )
+    saved_ids = chain.from_iterable(saved["params"] for saved in saved_groups)
+    ours = chain.from_iterable(group["params"] for group in groups)
+    by_id = dict(zip(saved_ids, ours, strict=True))
+    unknown = [key for key in states if key not in by_id]
+    if unknown:
+        raise IndexError(
+            f"the state dict holds state of parameters {unknown[:5]}, which none of its groups "
+            "lists"
+        )
+    for key, state in states.items():
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"the state of parameter {key} must be a dict, got {type(state).__name__}"
+            )
+        for owned in local.of(by_id[key]):
+            if not owned.is_whole:
+                _check_cuttable(key, state, owned.param)
+    return {by_id[key]: state for key, state in states.items()}
+
+
+def _check_cuttable(number: Any, state: Mapping[str, Any], param: torch.Tensor) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape:
+            raise ValueError(
+                f"the state {key!r} of parameter {number} has shape {tuple(value.shape)}, the "
+                f"parameter {tuple(param.shape)}: is the state dict of another model or "
+                "optimizer class?"
+            )
+
+
+def load(
+    local: LocalOptimizer,
+    states: Mapping[torch.Tensor, Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give each inner optimizer its part of checked state. All load, or none has changed."""
+    before = [(i.optimizer, i.optimizer.state, i.optimizer.param_groups) for i in local.inners]
+    try:
+        for inner in local.inners:
+            saved = [saved_groups[number] for number in inner.groups]
+            inner.optimizer.load_state_dict(_dict_for(local, inner.optimizer, states, saved))
+    except Exception:
+        for optimizer, state, param_groups in before:
+            optimizer.state = state
+            optimizer.param_groups = param_groups
+        raise
+
+
+def _dict_for(
+    local: LocalOptimizer,
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[torch.Tensor, Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    numbering = Numbering.of(optimizer.param_groups)
+    state = {
+        numbering.ids[owned.tensor]: {
+            key: _part_of(owned, value) for key, value in states[owned.param].items()
+        }
+        for owned in local.pieces
+        if owned.param in states and owned.tensor in numbering.ids
+    }
+    groups = [
+        {**options_of(saved), "params": ids}
+        for saved, ids in zip(saved_groups, numbering.groups, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _part_of(owned: OwnedPiece, value: Any) -> Any:
+    """This piece's part of a state value: a copy, because the caller keeps the original."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if owned.is_whole or value.dim() == 0:
+        return value.detach().clone()
+    laid_out = in_layout_of(owned.param, value.detach())
+    return flat_range(laid_out, owned.piece.start, owned.piece.stop).clone()

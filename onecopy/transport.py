@@ -1,0 +1,295 @@
+"""The only file that talks to other ranks.
+
+Collectives run on a process group of our own, so that nothing on the user's group can interleave
+with them. They are launched from one thread, in the same order on every rank, and depend on the
+plan only. Each function takes prepared contiguous tensors and returns a :class:`Pending`.
+
+Primitives per backend. On gloo, sends from the owner to everybody beat its ``all_gather`` by a
+factor of four and use both directions of the wire; other backends have a good ``all_gather`` for
+equal slots, and broadcasts for the rest.
+
+Each rank keeps a note of where it is in the c10d store. When a collective fails because a rank is
+missing, every other rank reads the notes and raises the same error: who was where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from onecopy.notes import notes_of
+
+
+class Part(NamedTuple):
+    """A contiguous tensor that its owner fills and every other rank receives in place."""
+
+    owner: int
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has put on the wire."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
+        self.messages += copies
+        self.bytes += copies * tensor.numel() * tensor.element_size()
+
+
+class Pending:
+    """Communication under way. It holds its tensors, so that their memory is not reused before."""
+
+    def __init__(self, transport: Transport, works: Sequence[Any], tensors: Sequence[object]):
+        self._transport = transport
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Return once the tensors may be read and written (on accelerators: in stream order)."""
+        with self._transport.naming_absentees():
+            for work in self._works:
+                work.wait()
+        self._works = self._tensors = ()
+
+
+class WrongProcessGroup(TypeError, AttributeError):
+    """``process_group`` is no process group.
+
+    A TypeError by its nature; also an AttributeError because that is what torch's class raises.
+    """
+
+
+class Transport:
+    """Communication among the members of the user's process group."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.user_group = _checked_group(process_group)
+        self.rank = dist.get_rank(self.user_group)
+        self.world_size = dist.get_world_size(self.user_group)
+        self.traffic = Traffic()
+        self._notes = notes_of(self.user_group)
+        self.note("is building an optimizer")
+        with self.naming_absentees():
+            self._group = _private_group(self.user_group)
+        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self._backends = _backends(self._group)
+
+    # ------------------------------------------------------------------ who was where
+
+    def note(self, text: str) -> None:
+        """Tell the store where this rank is, for the error message of a rank that waits for it."""
+        self._notes.write(text)
+
+    @contextlib.contextmanager
+    def naming_absentees(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(self._notes.report()) from error
+
+    # ------------------------------------------------------------------ parameters
+
+    def gathers_equal_slots(self, device: torch.device) -> bool:
+        """Whether the backend's all_gather is the best way to move equal slots."""
+        return self._backends.get(device.type, "") != "gloo"
+
+    def all_gather_slots(self, buffer: torch.Tensor) -> Pending:
+        """``buffer`` is W equal slots; fill all from their owners, in place."""
+        slot = buffer.numel() // self.world_size
+        mine = buffer.narrow(0, self.rank * slot, slot)
+        self.traffic.add(mine, self.world_size - 1)
+        work = _all_gather_single(buffer, mine, group=self._group, async_op=True)
+        return Pending(self, [work], [buffer])
+
+    def share(self, parts: Sequence[Part]) -> Pending:
+        """Every part goes from its owner to all other ranks."""
+        works: list[Any] = []
+        for tag, (owner, tensor) in enumerate(parts):
+            if owner == self.rank:
+                self.traffic.add(tensor, self.world_size - 1)
+            if self._backends.get(tensor.device.type, "") == "gloo":
+                works += self._send_to_all(owner, tensor, tag)
+            else:
+                source = self._global_ranks[owner]
+                works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
+        return Pending(self, works, parts)
+
+    def _send_to_all(self, owner: int, tensor: torch.Tensor, tag: int) -> list[Any]:
+        if owner != self.rank:
+            source = self._global_ranks[owner]
+            return [dist.irecv(tensor, source, group=self._group, tag=tag)]
+        # Starting with the next rank spreads the load: else all would send to rank 0 first.
+        others = ((owner + i) % self.world_size for i in range(1, self.world_size))
+        return [
+            dist.isend(tensor, self._global_ranks[rank], group=self._group, tag=tag)
+            for rank in others
+        ]
+
+    # ------------------------------------------------------------------ one to one
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
+        self.traffic.add(tensor)
+        work = dist.isend(tensor, self._global_ranks[to], group=self._group, tag=tag)
+        return Pending(self, [work], [tensor])
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Pending:
+        work = dist.irecv(tensor, self._global_ranks[source], group=self._group, tag=tag)
+        return Pending(self, [work], [tensor])
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors on this device can be sent as they are."""
+        return device.type in self._backends
+
+    # ------------------------------------------------------------------ small things
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small messages live: the CPU if the backend serves it."""
+        if self.carries(torch.device("cpu")):
+            return torch.device("cpu")
+        return torch.device(next(iter(self._backends)))
+
+    def minimum_and_maximum(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Elementwise over the ranks."""
+        low, high = values.to(self.control_device, copy=True), values.to(self.control_device)
+        both = torch.stack([low, ~high])  # ~x reverses the order of integers: one all-reduce
+        with self.naming_absentees():
+            dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
+        return both[0].cpu(), (~both[1]).cpu()
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Equally long payloads of all ranks, by rank."""
+        mine = tensor_from_bytes(payload).to(self.control_device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with self.naming_absentees():
+            dist.all_gather(everyone, mine, group=self._group)
+        return [bytes_from_tensor(theirs) for theirs in everyone]
+
+    def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
+        """The payload of ``source``, which alone passes one, on all ranks."""
+        length = torch.tensor([len(payload or b"")], device=self.control_device)
+        root = self._global_ranks[source]
+        with self.naming_absentees():
+            dist.broadcast(length, root, group=self._group)
+            data = torch.empty(int(length), dtype=torch.uint8, device=self.control_device)
+            if payload is not None:
+                data.copy_(tensor_from_bytes(payload))
+            dist.broadcast(data, root, group=self._group)
+        return bytes_from_tensor(data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Transport:
+        return self
+
+
+def broadcast_object(
+    obj: Any,
+    src_rank: int,
+    group: Any = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """The object of *global* rank ``src_rank``, on all ranks, its tensors on ``device``.
+
+    Kept for code written for torch's class. Loading admits tensors and plain containers only.
+    """
+    source = dist.get_rank() == src_rank
+    if source:
+        written = io.BytesIO()
+        torch.save(obj, written)
+        data = tensor_from_bytes(written.getvalue()).to(device)
+    length = torch.tensor([data.numel() if source else 0], device=device)
+    dist.broadcast(length, src_rank, group=group)
+    if not source:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src_rank, group=group)
+    if source:
+        return obj
+    return torch.load(io.BytesIO(bytes_from_tensor(data)), map_location=device, weights_only=True)
+
+
+def tensor_from_bytes(payload: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload) or bytearray(1), dtype=torch.uint8)[: len(payload)]
+
+
+def bytes_from_tensor(tensor: torch.Tensor) -> bytes:
+    on_cpu = tensor.cpu()
+    return ctypes.string_at(on_cpu.data_ptr(), on_cpu.numel())
+
+
+# torch 2.13 renamed it and warns about the old name; releases before know only the old one.
+_all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+# -------------------------------------------------------------------------- process groups
+
+
+def _checked_group(process_group: Any) -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "no process group is initialised: call torch.distributed.init_process_group(...) "
+            "before building the optimizer"
+        )
+    if process_group is None:
+        return dist.group.WORLD
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of process_group: build the optimizer "
+            "only on the ranks of the group"
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise WrongProcessGroup(
+            f"process_group must be a torch.distributed.ProcessGroup or None, "
+            f"got {type(process_group).__name__}"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"global rank {dist.get_rank()} is not a member of process_group")
+    return process_group
+
+
+# One private group per group of the user's, however many optimizers share it.
+_private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _private_group(user_group: Any) -> Any:
+    if dist.get_world_size(user_group) == 1:
+        return user_group
+    group = _private_groups.get(user_group)
+    if group is None:
+        ranks = dist.get_process_group_ranks(user_group)
+        options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        group = dist.new_group(
+            ranks,
+            timeout=_timeout(user_group),
+            backend=dist.get_backend_config(user_group),
+            use_local_synchronization=True,
+            group_desc="onecopy",
+            **options,
+        )
+        _private_groups[user_group] = group
+    return group
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """The group's own timeout; None, torch's default, where the backend does not tell."""
+    device = torch.device(next(iter(_backends(group))))
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """Backend by device type, for example {"cpu": "gloo", "cuda": "nccl"}."""
+    config = dist.get_backend_config(group)
+    return dict(entry.split(":", 1) for entry in config.split(","))
