@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-_LINE_BYTES = 400
+_TEXT_BYTES = 400
 _SAME = -1
 
 
@@ -40,8 +40,8 @@ def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> N
     text = "\n".join(mine).encode() if channel.rank == 0 else None
     theirs = channel.broadcast_bytes(text, source=0).decode().split("\n")
     index = _first_difference(mine, theirs)
-    answers = channel.all_gather_bytes(_pack(index, _at(mine, index)))
-    raise RanksDisagree(_message(subject, theirs, [_unpack(answer) for answer in answers]))
+    answers = channel.all_gather_bytes(_Answer.at(mine, index).to_bytes())
+    raise RanksDisagree(_message(subject, theirs, [_Answer.from_bytes(a) for a in answers]))
 
 
 def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) -> None:
@@ -72,28 +72,47 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> int:
     return _SAME if len(mine) == len(theirs) else min(len(mine), len(theirs))
 
 
-def _at(lines: Sequence[str], index: int) -> str:
-    return lines[index] if 0 <= index < len(lines) else "nothing more"
+class _Answer(NamedTuple):
+    """A rank's line where it first differs from rank 0: what it reads, and exactly which it is."""
+
+    place: int
+    digest: bytes
+    text: str
+
+    @classmethod
+    def at(cls, lines: Sequence[str], index: int) -> _Answer:
+        if not 0 <= index < len(lines):
+            return cls(index, bytes(32), "nothing more")
+        line = lines[index]
+        return cls(index, hashlib.sha256(line.encode()).digest(), _shortened(line))
+
+    def to_bytes(self) -> bytes:
+        text = self.text.encode()
+        head = self.place.to_bytes(8, "little", signed=True) + len(text).to_bytes(2, "little")
+        return head + self.digest + text.ljust(_TEXT_BYTES, b"\0")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Answer:
+        index = int.from_bytes(data[:8], "little", signed=True)
+        length = int.from_bytes(data[8:10], "little")
+        return cls(index, data[10:42], data[42 : 42 + length].decode())
 
 
-def _pack(index: int, line: str) -> bytes:
-    encoded = line.encode()[:_LINE_BYTES]
-    return index.to_bytes(8, "little", signed=True) + encoded.ljust(_LINE_BYTES, b"\0")
+def _shortened(line: str) -> str:
+    """At most ``_TEXT_BYTES`` when encoded."""
+    if len(line.encode()) <= _TEXT_BYTES:
+        return line
+    return line.encode()[: _TEXT_BYTES - 3].decode(errors="ignore") + "..."
 
 
-def _unpack(answer: bytes) -> tuple[int, str]:
-    line = answer[8:].rstrip(b"\0").decode(errors="replace")
-    return int.from_bytes(answer[:8], "little", signed=True), line
-
-
-def _message(subject: str, base: Sequence[str], answers: Sequence[tuple[int, str]]) -> str:
-    first = min(index for index, _ in answers if index != _SAME)
-    holders: dict[str, list[int]] = {}
-    for rank, (index, line) in enumerate(answers):
+def _message(subject: str, base: Sequence[str], answers: Sequence[_Answer]) -> str:
+    first = min(answer.place for answer in answers if answer.place != _SAME)
+    holders: dict[tuple[bytes, str], list[int]] = {}
+    for rank, answer in enumerate(answers):
         # A rank whose first difference comes later holds here what rank 0 holds.
-        said = line if index == first else _at(base, first)
-        holders.setdefault(said, []).append(rank)
-    views = "".join(f"\n  {name_ranks(ranks)}: {said}" for said, ranks in holders.items())
+        here = answer if answer.place == first else _Answer.at(base, first)
+        holders.setdefault((here.digest, here.text), []).append(rank)
+    views = "".join(f"\n  {name_ranks(ranks)}: {text}" for (_, text), ranks in holders.items())
     return f"the ranks disagree while {subject}:{views}\nEvery rank must do the same here."
 
 

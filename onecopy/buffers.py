@@ -61,18 +61,38 @@ def fills_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def first_overlap(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Positions of two tensors that share memory, if any do."""
-    spans = []
-    for position, param in enumerate(params):
-        if param.numel() and param.device.type != "meta":
-            reach = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True)) + 1
-            start = param.data_ptr()
-            spans.append((str(param.device), start, start + reach * param.element_size(), position))
-    spans.sort()
-    for (device, _, stop, a), (next_device, start, _, b) in itertools.pairwise(spans):
-        if device == next_device and start < stop:
-            return (a, b) if a < b else (b, a)
+    """Positions of two tensors that share an element, if any do."""
+    spans = sorted(
+        (str(param.device), *_span(param), position)
+        for position, param in enumerate(params)
+        if param.numel() and param.device.type != "meta"
+    )
+    for at, (device, _, stop, a) in enumerate(spans):
+        for other, start, _, b in itertools.islice(spans, at + 1, None):
+            if other != device or start >= stop:
+                break
+            if _share_elements(params[a], params[b]):
+                return (a, b) if a < b else (b, a)
     return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of a tensor to behind its last, gaps included."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return start, start + reach * tensor.element_size()
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """For tensors whose spans cross. Interleaved columns of one matrix, say, share nothing."""
+    if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
+        return True
+    (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
+    base, size = min(a_start, b_start), a.element_size()
+    places = torch.arange((max(a_stop, b_stop) - base) // size)
+    of_a = places.as_strided(a.shape, a.stride(), (a_start - base) // size)
+    of_b = places.as_strided(b.shape, b.stride(), (b_start - base) // size)
+    return bool(torch.isin(of_a.contiguous(), of_b.contiguous()).any())
 
 
 class FlatHomes:

@@ -46,7 +46,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         raise ValueError("params is empty: there is nothing to optimize")
     if all(isinstance(entry, dict) for entry in entries):
         groups = [_as_group(entry) for entry in entries]
-    elif all(isinstance(entry, torch.Tensor) or _is_named(entry) for entry in entries):
+    elif all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
         groups = [{"params": entries}]
     else:
         kinds = sorted({type(entry).__name__ for entry in entries})

@@ -27,11 +27,16 @@ _NONE, _DENSE, _SPARSE = "n", "d", "s"
 class OptimizerJoinHook(JoinHook):
     """Steps a joined rank's pieces once for each iteration of the ranks that go on."""
 
-    def __init__(self, step_joined: Callable[[], None]) -> None:
+    def __init__(self, step_joined: Callable[[], None], leave: Callable[[], None]) -> None:
         self._step_joined = step_joined
+        self._leave = leave
 
     def main_hook(self) -> None:
         self._step_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        del is_last_joiner
+        self._leave()
 
 
 def lend_gradients(

@@ -96,23 +96,40 @@ class LocalOptimizer:
         """
         for cls in dict.fromkeys(classes):
             numbers = [i for i, of_group in enumerate(classes) if of_group is cls]
-            keywords = self._defaults if cls is self._default_class else {}
-            optimizer = cls([self._inner_group(groups[i]) for i in numbers], **keywords)
+            optimizer = self._construct(cls, [self._inner_group(groups[i]) for i in numbers])
             self._inners[cls] = Inner(optimizer, numbers)
 
     def add_group(self, number: int, group: Mapping[str, Any], cls: type[Optimizer]) -> None:
         inner = self._inners.get(cls)
+        inner_group = self._inner_group(group)
         if inner is None:
-            keywords = self._defaults if cls is self._default_class else {}
-            self._inners[cls] = Inner(cls([self._inner_group(group)], **keywords), [number])
+            self._inners[cls] = Inner(self._construct(cls, [inner_group]), [number])
         else:
-            inner.optimizer.add_param_group(self._inner_group(group))
+            inner.optimizer.add_param_group(inner_group)
             inner.groups.append(number)
+            self._complete_state(inner.optimizer, inner_group, inner_group["params"])
 
     def refill_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """List newly owned pieces in the groups of their parameters."""
-        for inner_group, group in zip(self.param_groups, groups, strict=True):
-            inner_group["params"] = self._inner_group(group)["params"]
+        for inner in self._inners.values():
+            for number, inner_group in zip(inner.groups, inner.optimizer.param_groups, strict=True):
+                known = set(inner_group["params"])
+                inner_group["params"] = self._inner_group(groups[number])["params"]
+                new = [tensor for tensor in inner_group["params"] if tensor not in known]
+                self._complete_state(inner.optimizer, inner_group, new)
+
+    def _construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+        return cls(groups, **(self._defaults if cls is self._default_class else {}))
+
+    def _complete_state(
+        self, optimizer: Optimizer, group: Mapping[str, Any], new: Sequence[torch.Tensor]
+    ) -> None:
+        """Give late-comers the state that some classes (Adagrad) create only in the constructor."""
+        if new:
+            made = self._construct(type(optimizer), [{**group, "params": list(new)}]).state
+            for tensor in new:
+                if tensor in made:
+                    optimizer.state.setdefault(tensor, made[tensor])
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""

@@ -26,8 +26,9 @@ class Notes:
     count: int = 0
     last: str = ""
 
-    def write(self, text: str) -> None:
-        self.count += 1
+    def write(self, text: str, same_place: bool = False) -> None:
+        """``same_place`` only adds detail: the rank is no further than before."""
+        self.count += not same_place
         self.last = text
         if self.world_size > 1 and self.store is not None:
             clock = time.strftime("%H:%M:%S")
@@ -38,17 +39,21 @@ class Notes:
         try:
             seen = self._read()
         except RuntimeError:  # the store went down with the rank that hosts it
-            return f"a collective failed while rank {self.rank} {self.last}."
+            return f"a collective failed on rank {self.rank}: {self.last}"
         furthest = max(note.number for note in seen)
         missing = [rank for rank, note in enumerate(seen) if note.number < furthest]
         places: dict[tuple[int, str], list[int]] = {}
         for rank, note in enumerate(seen):
             places.setdefault((note.number, note.text), []).append(rank)
         views = "".join(
-            f"\n  {name_ranks(ranks)} {text} {seen[ranks[0]].since}"
+            f"\n  {name_ranks(ranks)}: {text}{seen[ranks[0]].since}"
             for (_, text), ranks in places.items()
         )
-        who = f"{name_ranks(missing)} did not arrive" if missing else "a rank was lost"
+        who = (
+            f"{name_ranks(missing)} did not arrive"
+            if missing
+            else "the ranks are doing different things, or one was lost"
+        )
         return f"a collective failed: {who}. Last seen:{views}"
 
     def _read(self) -> list[_Note]:
@@ -60,7 +65,7 @@ class Notes:
         if not self.store.check([key]):
             return _NEVER_SEEN
         number, clock, text = self.store.get(key).decode().split("|", 2)
-        return _Note(int(number), text, f"(since {clock})")
+        return _Note(int(number), text, f", since {clock}")
 
     def _key(self, rank: int) -> str:
         return f"onecopy/{rank}"
@@ -72,7 +77,7 @@ class _Note(NamedTuple):
     since: str
 
 
-_NEVER_SEEN = _Note(0, "was never seen", "")
+_NEVER_SEEN = _Note(0, "never seen", "")
 
 # Shared by all optimizers of a group: the order of their steps is part of being level.
 _notes: weakref.WeakKeyDictionary[Any, Notes] = weakref.WeakKeyDictionary()

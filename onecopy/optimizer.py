@@ -36,7 +36,7 @@ from onecopy.roster import Roster
 from onecopy.state import Numbering, State, check_loadable, consolidate, load, take_stock
 from onecopy.transport import Transport
 from onecopy.version import __version__
-from onecopy.watch import MemoryWatch, require_live_parameters
+from onecopy.watch import LifeWatch, MemoryWatch
 
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
 _MOVES_PARAMETERS = ("train", "eval")
@@ -111,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
-            _check_options(overlap_with_ddp, bucket_mb, check_every)
+            _check_options(overlap_with_ddp, check_every)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             for group in self.param_groups:
@@ -127,8 +127,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         agree(self._transport, "building the optimizer", prepare)
         self.defaults = self._local.defaults
         self.state = OwnedState(self._local)  # type: ignore[assignment]
+        self._life = LifeWatch(self._roster.params)
         self._settle()
-        self._transport.note("has built an optimizer")
+        self._transport.note("optimizer built")
         self.initialized = True
 
     # ------------------------------------------------------------------ parameters and the plan
@@ -139,15 +140,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:  # the base class's constructor adds the groups one by one
             Optimizer.add_param_group(self, param_group)
             return
-        self._transport.note("is adding a parameter group")
+        self._transport.note("adding a parameter group")
         before, undo_local = len(self.param_groups), self._local.snapshot()
         roster, plan = self._roster, self._plan
 
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
                 raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
+            roster.require_same_groups(self.param_groups)
             (group,) = as_groups([param_group])
             check_tensors([*self.param_groups, group])
+            self._local.options_in(self.param_groups)
             self._add_to_base(group)
             self._roster = roster.with_group(group, self._policy(group, self.defaults))
             self._plan = plan.extended(self._roster.to_plan(plan))
@@ -192,6 +195,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """What all ranks must hold alike."""
         return [
             f"onecopy {__version__}, {self.world_size} ranks, {self._steps} steps taken",
+            f"bucket_mb={plan.bucket_bytes / 2**20:g}, check_every={self._check_every}, "
+            f"parameters_as_bucket_view={self.parameters_as_bucket_view}, "
+            f"ONECOPY_CHECK={'step' if self._check_steps else ''}",
             *self._roster.description(self.param_groups, plan, with_storage=bool(self._homes)),
         ]
 
@@ -205,6 +211,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _follow_changes(self) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
+        self._roster.require_same_groups(self.param_groups)
         unfrozen = self._roster.to_plan(self._plan)
         if unfrozen:
             self._take_in(unfrozen)
@@ -214,6 +221,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._settle()
 
     def _take_in(self, unfrozen: Sequence[ParamSpec]) -> None:
+        doing = f"taking in unfrozen parameters in step {self._steps}"
+        self._transport.note(doing, same_place=True)
         plan = self._plan.extended(unfrozen)
         require_agreement(self._transport, "taking in unfrozen parameters", self._description(plan))
         self._plan = plan
@@ -239,7 +248,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], joined: bool) -> Any:
         self._steps += 1
-        self._transport.note(f"is in step {self._steps}")
+        self._transport.note(f"in step {self._steps}")
         if self._check_steps:
             require_agreement(self._transport, "checking a step", self._description(self._plan))
         self._follow_changes()
@@ -263,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._forget_full_state("the optimizer has stepped since the last consolidation")
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
-        self._transport.note(f"has finished step {self._steps}")
+        self._transport.note(f"step {self._steps} finished")
         return result
 
     def _require_usable_gradients(self) -> None:
@@ -279,7 +288,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                         f'"partition": "whole", or pass partition="whole"'
                     )
         if not any_gradient:
-            require_live_parameters(self._roster.params)
+            self._life.require_live(self._roster.params)
 
     def assert_replicas_equal(self) -> None:
         """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
@@ -296,8 +305,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(to, int) or not 0 <= to < self.world_size:
             last = self.world_size - 1
             raise ValueError(f"to must be a rank of the process group, 0 to {last}, got {to!r}")
-        self._transport.note(f"is consolidating the state to rank {to}")
-        self._local.options_in(self.param_groups)
+        self._transport.note(f"consolidating the state to rank {to}")
         stock: Any = None
 
         def prepare() -> list[str]:
@@ -306,9 +314,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return [f"to rank {to}", f"after {self._steps} steps", f"plan {self._plan.digest}"]
 
         agree(self._transport, "consolidating the state", prepare)
-        self._forget_full_state(f"the state was consolidated to rank {to}")
-        self._full_state = consolidate(self._plan, self._roster.params, self._transport, to, stock)
-        self._transport.note("has consolidated the state")
+        gathered = consolidate(self._plan, self._roster.params, self._transport, to, stock)
+        if gathered is not None:
+            self._full_state = gathered
+        elif self._full_state is None:
+            self._why_no_state = f"the state was consolidated to rank {to}"
+        self._transport.note("state consolidated")
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, as the unsharded optimizer class writes it.
@@ -378,7 +389,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``torch.distributed.algorithms.Join``. The keywords belong to other joinables."""
         del kwargs
-        return OptimizerJoinHook(self._step_joined)
+        return OptimizerJoinHook(self._step_joined, self._leave_join)
+
+    def _leave_join(self) -> None:
+        """torch leaves the context switched on when it ends; every later step would pay for it."""
+        self._join_config = self._join_config._replace(enable=False)
 
     @property
     def join_device(self) -> torch.device:
@@ -420,7 +435,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         memo[id(self._plan)] = self._plan
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "state", "_homes", "_gatherer", "_memory", "_full_state"}
+        left = {"step", "state", "_homes", "_gatherer", "_memory", "_life", "_full_state"}
         for key, value in self.__dict__.items():
             if key not in left and not key.endswith("_hooks"):
                 new.__dict__[key] = copy.deepcopy(value, memo)
@@ -430,6 +445,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         new._homes = None if self._homes is None else FlatHomes()
         new._gatherer = Gatherer(self._transport)
         new._memory = MemoryWatch()
+        new._life = LifeWatch(new._roster.params)
         new._settle()
         return new
 
@@ -451,14 +467,12 @@ def _checked(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], E
     return groups, None
 
 
-def _check_options(overlap_with_ddp: bool, bucket_mb: float, check_every: int | None) -> None:
+def _check_options(overlap_with_ddp: bool, check_every: int | None) -> None:
     if overlap_with_ddp:
         raise NotImplementedError(
             "overlap_with_ddp=True is not available in this version: leave it out and call step() "
             "after backward(); the results are the same"
         )
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
     if check_every is not None and check_every < 1:
         raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
 

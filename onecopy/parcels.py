@@ -18,6 +18,7 @@ import torch
 from onecopy.transport import Pending, Transport
 
 _SENDS_IN_FLIGHT = 4
+_RECEIVES_IN_FLIGHT = 2
 PACKED_BYTES = 4 * 2**20  # the most that is packed together
 RANGE_BYTES = 32 * 2**20  # the longest range of a tensor that travels at once
 _WORTH_ITS_OWN_PARCEL = 64 * 2**10
@@ -74,7 +75,7 @@ class Form(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"expected the name of a dtype, got {self.dtype!r}")
         return dtype
@@ -177,47 +178,51 @@ def send_tensors(transport: Transport, flats: Sequence[torch.Tensor], to: int) -
         pending.wait()
 
 
-@dataclass(slots=True)
-class _Arrival:
-    pending: Pending
-    ranges: tuple[Range, ...]
-    buffer: torch.Tensor | None  # None: it arrives in place
-
-
 def receive_tensors(transport: Transport, rooms: Mapping[int, Sequence[torch.Tensor]]) -> None:
-    """From several ranks at once, taking turns, two parcels of each in flight."""
-    wire = transport.control_device
-    in_place = wire.type == "cpu"
-    streams = {rank: enumerate(parcels(_sizes(room))) for rank, room in rooms.items()}
-    waiting: dict[int, deque[_Arrival]] = {rank: deque() for rank in rooms}
+    """Fill each rank's room with what it sends: from all of them at once, taking turns."""
+    inboxes = [_Inbox(transport, rank, room) for rank, room in rooms.items()]
+    while inboxes:
+        for inbox in inboxes:
+            inbox.advance()
+        inboxes = [inbox for inbox in inboxes if not inbox.is_done]
 
-    def post(rank: int) -> bool:
-        tag, ranges = next(streams[rank], (0, ()))
-        if not ranges:
-            return False
-        if len(ranges) == 1 and in_place:
-            only = ranges[0]
-            target = _as_bytes(rooms[rank][only.position])[only.start : only.stop]
-            arrival = _Arrival(transport.receive(target, rank, tag), ranges, None)
+
+class _Inbox:
+    """What one rank sends, a few parcels in flight."""
+
+    def __init__(self, transport: Transport, source: int, room: Sequence[torch.Tensor]) -> None:
+        self._transport = transport
+        self._source = source
+        self._room = room
+        self._expected = deque(enumerate(parcels(_sizes(room))))
+        self._under_way: deque[tuple[Pending, Sequence[Range], torch.Tensor | None]] = deque()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._expected and not self._under_way
+
+    def advance(self) -> None:
+        """Ask for the next parcel; settle the oldest if enough are in flight."""
+        if self._expected:
+            self._post(*self._expected.popleft())
+        if len(self._under_way) > _RECEIVES_IN_FLIGHT or not self._expected:
+            self._settle()
+
+    def _post(self, tag: int, ranges: Sequence[Range]) -> None:
+        wire = self._transport.control_device
+        only = self._room[ranges[0].position]
+        buffer = None
+        if len(ranges) == 1 and only.device.type == wire.type:
+            target = _as_bytes(only)[ranges[0].start : ranges[0].stop]
         else:
             size = sum(r.nbytes for r in ranges)
-            buffer = torch.empty(size, dtype=torch.uint8, device=wire)
-            arrival = _Arrival(transport.receive(buffer, rank, tag), ranges, buffer)
-        waiting[rank].append(arrival)
-        return True
+            target = buffer = torch.empty(size, dtype=torch.uint8, device=wire)
+        pending = self._transport.receive(target, self._source, tag)
+        self._under_way.append((pending, ranges, buffer))
 
-    def settle(rank: int) -> None:
-        arrival = waiting[rank].popleft()
-        arrival.pending.wait()
-        if arrival.buffer is not None:
-            _unpack(arrival.ranges, rooms[rank], arrival.buffer)
-
-    active = list(rooms)
-    while active:
-        active = [rank for rank in active if post(rank)]
-        for rank in rooms:
-            if len(waiting[rank]) > 2 or (rank not in active and waiting[rank]):
-                settle(rank)
-    for rank in rooms:
-        while waiting[rank]:
-            settle(rank)
+    def _settle(self) -> None:
+        if self._under_way:
+            pending, ranges, buffer = self._under_way.popleft()
+            pending.wait()
+            if buffer is not None:
+                _unpack(ranges, self._room, buffer)

@@ -23,6 +23,7 @@ import bisect
 import hashlib
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -188,8 +189,11 @@ class Plan:
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """All that a rank owns, bucket by bucket."""
-        for bucket in range(len(self.buckets)):
-            yield from self.pieces_in(bucket, rank)
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
+        return itertools.chain.from_iterable(
+            self.pieces_in(bucket, rank) for bucket in range(len(self.buckets))
+        )
 
     def pieces_in(self, bucket: int, rank: int) -> Iterator[Piece]:
         b = self.buckets[bucket]
@@ -259,6 +263,8 @@ def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25
     >>> [(p.param, p.start, p.stop) for p in plan.pieces(0)]
     [(1, 0, 5), (0, 0, 3)]
     """
+    if not 0 < bucket_mb < math.inf:
+        raise ValueError(f"bucket_mb must be a positive number of MiB, got {bucket_mb}")
     return Plan(world_size, max(1, int(bucket_mb * 2**20))).extended(specs)
 
 

@@ -30,12 +30,17 @@ class Entry:
     group: int
 
 
+class GroupsChanged(RuntimeError, AssertionError):
+    """``param_groups`` was changed by hand. An AssertionError too, as torch's class raises."""
+
+
 @dataclass(frozen=True, eq=False)
 class Roster:
     """All parameters, each once however often it is tied or listed, and how groups are sharded."""
 
     entries: tuple[Entry, ...] = ()
     policies: tuple[GroupPolicy, ...] = ()
+    group_sizes: tuple[int, ...] = ()
 
     def with_group(self, group: Mapping[str, Any], policy: GroupPolicy) -> Roster:
         """A roster that holds one more group."""
@@ -47,7 +52,18 @@ class Roster:
                 known.add(param)
                 title = f"parameter {len(entries)}" + (f" ({name})" if name else "")
                 entries.append(Entry(param, title, len(self.policies)))
-        return Roster(tuple(entries), (*self.policies, policy))
+        return Roster(
+            tuple(entries), (*self.policies, policy), (*self.group_sizes, len(group["params"]))
+        )
+
+    def require_same_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if parameters were added or removed behind our back."""
+        sizes = tuple(len(group["params"]) for group in groups)
+        if sizes != self.group_sizes:
+            raise GroupsChanged(
+                f"param_groups had groups of {self.group_sizes} parameters, and now has {sizes}: "
+                "changing them by hand has no effect. Use add_param_group(...) on all ranks"
+            )
 
     @cached_property
     def params(self) -> list[torch.Tensor]:

@@ -80,7 +80,7 @@ class Transport:
         self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
         self._notes = notes_of(self.user_group)
-        self.note("is building an optimizer")
+        self.note("building an optimizer")
         with self.naming_absentees():
             self._group = _private_group(self.user_group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
@@ -88,9 +88,9 @@ class Transport:
 
     # ------------------------------------------------------------------ who was where
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, same_place: bool = False) -> None:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
-        self._notes.write(text)
+        self._notes.write(text, same_place)
 
     @contextlib.contextmanager
     def naming_absentees(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -47,30 +47,41 @@ def _form(param: torch.Tensor) -> str:
     return f"{param.dtype}, shape {tuple(param.shape)}, stride {param.stride()}, {param.device}"
 
 
-def require_live_parameters(params: Sequence[torch.Tensor]) -> None:
-    """Raise if some module holds twins of our parameters, with gradients, and none of ours.
+class LifeWatch:
+    """Knows whether the parameters belonged to modules, and finds out when they no longer do."""
 
-    Called when no parameter has a gradient. That is legal, and rare; only then is it worth
-    looking through all modules for the sign of ``load_state_dict(..., assign=True)``.
-    """
-    ours = {id(param) for param in params}
-    shapes = Counter(
-        tuple(param.shape) for param in params if isinstance(param, torch.nn.Parameter)
-    )
-    if not shapes:
-        return
-    replaced: Counter[tuple[int, ...]] = Counter()
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        ours = {id(param) for param in params}
+        self._were_in_modules = any(id(param) in ours for param in _parameters_of_all_modules())
+
+    def require_live(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise if no module holds any of our parameters, but one holds twins with gradients.
+
+        Called when no parameter has a gradient. That is legal, and rare; only then is it worth
+        looking through all modules for the sign of ``load_state_dict(..., assign=True)``.
+        """
+        if not self._were_in_modules:
+            return
+        ours = {id(param) for param in params}
+        shapes = Counter(tuple(p.shape) for p in params if isinstance(p, torch.nn.Parameter))
+        twins: Counter[tuple[int, ...]] = Counter()
+        for param in _parameters_of_all_modules():
+            if id(param) in ours:
+                return
+            if param.grad is not None:
+                twins[tuple(param.shape)] += 1
+        if twins >= shapes:
+            raise RuntimeError(
+                "none of this optimizer's parameters has a gradient or belongs to a module any "
+                "more, but a module with parameters of the same shapes does have gradients. Were "
+                "they replaced, by load_state_dict(..., assign=True) for example? Build the "
+                "optimizer after that"
+            )
+
+
+def _parameters_of_all_modules() -> Iterator[torch.Tensor]:
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
             for param in obj.__dict__.get("_parameters", {}).values():
-                if id(param) in ours:
-                    return
-                if param is not None and param.grad is not None:
-                    replaced[tuple(param.shape)] += 1
-    if replaced >= shapes:
-        raise RuntimeError(
-            "none of this optimizer's parameters has a gradient or belongs to a module any more, "
-            "but a module with parameters of the same shapes does have gradients. Were they "
-            "replaced, by load_state_dict(..., assign=True) for example? Build the optimizer "
-            "after that"
-        )
+                if param is not None:
+                    yield param
