@@ -28,7 +28,14 @@ class Channel(Protocol):
 
 
 class RanksDisagree(ValueError):
-    """Raised on every rank when the ranks were given different things."""
+    """Raised on every rank when the ranks were given different things.
+
+    If that is because one rank raised, it is of that rank's class of exception, too.
+    """
+
+    def __init__(self, message: str, views: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.views = views  # what was said, each once
 
 
 def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:
@@ -41,7 +48,7 @@ def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> N
     theirs = channel.broadcast_bytes(text, source=0).decode().split("\n")
     index = _first_difference(mine, theirs)
     answers = channel.all_gather_bytes(_Answer.at(mine, index).to_bytes())
-    raise RanksDisagree(_message(subject, theirs, [_Answer.from_bytes(a) for a in answers]))
+    raise _disagreement(subject, theirs, [_Answer.from_bytes(a) for a in answers])
 
 
 def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) -> None:
@@ -58,11 +65,21 @@ def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) 
         lines = [f"raised {type(error).__name__}: {error}"]
     try:
         require_agreement(channel, subject, lines)
-    except RanksDisagree:
+    except RanksDisagree as disagreement:
         if failure is None:
-            raise
+            raise _in_the_class_raised(disagreement) from None
     if failure is not None:
         raise failure
+
+
+def _in_the_class_raised(disagreement: RanksDisagree) -> RanksDisagree:
+    """So that ``except TypeError`` works on all ranks if a TypeError was raised on one."""
+    for base in (TypeError, KeyError, IndexError, NotImplementedError, RuntimeError):
+        if any(view.startswith(f"raised {base.__name__}:") for view in disagreement.views):
+            both = type(RanksDisagree.__name__, (RanksDisagree, base), {})
+            found: RanksDisagree = both(str(disagreement), disagreement.views)
+            return found
+    return disagreement
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> int:
@@ -105,7 +122,7 @@ def _shortened(line: str) -> str:
     return line.encode()[: _TEXT_BYTES - 3].decode(errors="ignore") + "..."
 
 
-def _message(subject: str, base: Sequence[str], answers: Sequence[_Answer]) -> str:
+def _disagreement(subject: str, base: Sequence[str], answers: Sequence[_Answer]) -> RanksDisagree:
     first = min(answer.place for answer in answers if answer.place != _SAME)
     holders: dict[tuple[bytes, str], list[int]] = {}
     for rank, answer in enumerate(answers):
@@ -113,7 +130,10 @@ def _message(subject: str, base: Sequence[str], answers: Sequence[_Answer]) -> s
         here = answer if answer.place == first else _Answer.at(base, first)
         holders.setdefault((here.digest, here.text), []).append(rank)
     views = "".join(f"\n  {name_ranks(ranks)}: {text}" for (_, text), ranks in holders.items())
-    return f"the ranks disagree while {subject}:{views}\nEvery rank must do the same here."
+    return RanksDisagree(
+        f"the ranks disagree while {subject}:{views}\nEvery rank must do the same here.",
+        [text for _, text in holders],
+    )
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

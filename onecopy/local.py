@@ -64,6 +64,33 @@ class Inner:
     groups: list[int]
 
 
+@dataclass(slots=True)
+class _InnerBefore:
+    """What an inner optimizer was, to go back to."""
+
+    inner: Inner
+    groups: list[int]
+    state: MutableMapping[Any, Any]
+    state_entries: dict[Any, Any]
+    param_groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each with a copy of it
+
+    @classmethod
+    def of(cls, inner: Inner) -> _InnerBefore:
+        state = inner.optimizer.state
+        param_groups = [(group, dict(group)) for group in inner.optimizer.param_groups]
+        return cls(inner, list(inner.groups), state, dict(state), param_groups)
+
+    def restore(self) -> None:
+        self.state.clear()
+        self.state.update(self.state_entries)
+        for group, before in self.param_groups:
+            group.clear()
+            group.update(before)
+        self.inner.groups = self.groups
+        self.inner.optimizer.state = self.state  # type: ignore[assignment]
+        self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
+
+
 class LocalOptimizer:
     """All inner optimizers as one: ``param_groups`` and ``state`` as a plain optimizer has them."""
 
@@ -124,12 +151,19 @@ class LocalOptimizer:
     def _complete_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], new: Sequence[torch.Tensor]
     ) -> None:
-        """Give late-comers the state that some classes (Adagrad) create only in the constructor."""
-        if new:
-            made = self._construct(type(optimizer), [{**group, "params": list(new)}]).state
-            for tensor in new:
-                if tensor in made:
-                    optimizer.state.setdefault(tensor, made[tensor])
+        """Give late-comers the state that some classes make only in the constructor."""
+        for tensor, state in self.state_made_at_once(type(optimizer), group, new).items():
+            optimizer.state.setdefault(tensor, state)
+
+    def state_made_at_once(
+        self, cls: type[Optimizer], group: Mapping[str, Any], params: Sequence[torch.Tensor]
+    ) -> dict[torch.Tensor, Any]:
+        """The state that ``cls`` makes in its constructor, as Adagrad does; mostly nothing."""
+        toy = torch.nn.Parameter(torch.zeros(2, 2))
+        options = options_of(group)
+        if not params or not self._construct(cls, [{"params": [toy], **options}]).state:
+            return {}
+        return dict(self._construct(cls, [{"params": list(params), **options}]).state)
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""
@@ -137,19 +171,18 @@ class LocalOptimizer:
         return {"params": tensors, **options_of(group)}
 
     def snapshot(self) -> Callable[[], None]:
-        """A function that undoes what ``own`` and ``add_group`` do after this."""
+        """A function that undoes whatever happens to pieces, groups and state after this.
+
+        Containers are remembered, not copied tensors: only a step changes those.
+        """
         pieces, of_param = list(self.pieces), {p: list(o) for p, o in self._of_param.items()}
-        inners = {
-            cls: (inner, list(inner.groups), list(inner.optimizer.param_groups))
-            for cls, inner in self._inners.items()
-        }
+        inners = dict(self._inners)
+        before = [_InnerBefore.of(inner) for inner in inners.values()]
 
         def undo() -> None:
-            self.pieces, self._of_param = pieces, of_param
-            self._inners = {cls: inner for cls, (inner, _, _) in inners.items()}
-            for inner, groups, param_groups in inners.values():
-                inner.groups = groups
-                inner.optimizer.param_groups = param_groups
+            self.pieces, self._of_param, self._inners = pieces, of_param, inners
+            for inner in before:
+                inner.restore()
 
         return undo
 

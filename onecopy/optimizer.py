@@ -32,11 +32,12 @@ from onecopy.join import OptimizerJoinHook, lend_gradients
 from onecopy.local import LocalOptimizer, OwnedState, Replay
 from onecopy.plan import ParamSpec, Plan, make_plan
 from onecopy.replicas import require_equal_replicas
+from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
-from onecopy.state import Numbering, State, check_loadable, consolidate, load, take_stock
+from onecopy.state import Numbering, consolidate, take_stock
 from onecopy.transport import Transport
 from onecopy.version import __version__
-from onecopy.watch import LifeWatch, MemoryWatch
+from onecopy.watch import HomeWatch, MemoryWatch
 
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
 _MOVES_PARAMETERS = ("train", "eval")
@@ -105,7 +106,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._homes = FlatHomes() if parameters_as_bucket_view else None
         self._gatherer = Gatherer(self._transport)
         self._memory = MemoryWatch()
-        self._full_state: dict[int, State] | None = None
+        self._full_state: dict[Any, Any] | None = None
         self._why_no_state = "no state dict has been consolidated"
 
         def prepare() -> list[str]:
@@ -127,7 +128,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         agree(self._transport, "building the optimizer", prepare)
         self.defaults = self._local.defaults
         self.state = OwnedState(self._local)  # type: ignore[assignment]
-        self._life = LifeWatch(self._roster.params)
+        self._in_modules = HomeWatch(self._roster.entries)
         self._settle()
         self._transport.note("optimizer built")
         self.initialized = True
@@ -167,6 +168,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             undo_local()
             raise
         self._forget_full_state("a parameter group was added after the last consolidation")
+        self._in_modules = HomeWatch(self._roster.entries)
         self._settle()
 
     def _add_to_base(self, group: dict[str, Any]) -> None:
@@ -212,6 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _follow_changes(self) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
         self._roster.require_same_groups(self.param_groups)
+        self._in_modules.require_in_place()
         unfrozen = self._roster.to_plan(self._plan)
         if unfrozen:
             self._take_in(unfrozen)
@@ -225,10 +228,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._transport.note(doing, same_place=True)
         plan = self._plan.extended(unfrozen)
         require_agreement(self._transport, "taking in unfrozen parameters", self._description(plan))
+        self._own(plan)
+        self._settle()
+
+    def _own(self, plan: Plan) -> None:
+        """Take over this rank's pieces of what an extended plan has gained."""
         self._plan = plan
         self._local.own(plan, self.rank, self._roster.params)
         self._local.refill_groups(self.param_groups)
-        self._settle()
 
     # ------------------------------------------------------------------ step
 
@@ -276,19 +283,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return result
 
     def _require_usable_gradients(self) -> None:
-        any_gradient = False
-        for index in self._plan.params:
+        for index in self._plan.cut_params:
             grad = self._roster.params[index].grad
-            if grad is not None:
-                any_gradient = True
-                if grad.layout is not torch.strided and index in self._plan.cut_params:
-                    raise RuntimeError(
-                        f"{self._roster.names[index]} has a sparse gradient, and its state is cut "
-                        f"over the ranks. Keep it whole: put it into a group of its own with "
-                        f'"partition": "whole", or pass partition="whole"'
-                    )
-        if not any_gradient:
-            self._life.require_live(self._roster.params)
+            if grad is not None and grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self._roster.names[index]} has a sparse gradient, and its state is cut over "
+                    f"the ranks. Keep it whole: put it into a group of its own with "
+                    f'"partition": "whole", or pass partition="whole"'
+                )
 
     def assert_replicas_equal(self) -> None:
         """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
@@ -302,21 +304,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
-        if not isinstance(to, int) or not 0 <= to < self.world_size:
-            last = self.world_size - 1
-            raise ValueError(f"to must be a rank of the process group, 0 to {last}, got {to!r}")
         self._transport.note(f"consolidating the state to rank {to}")
         stock: Any = None
 
         def prepare() -> list[str]:
             nonlocal stock
+            if type(to) is not int or not 0 <= to < self.world_size:
+                last = self.world_size - 1
+                raise ValueError(f"to must be a rank of the group, 0 to {last}, got {to!r}")
             stock = take_stock(self._local)
             return [f"to rank {to}", f"after {self._steps} steps", f"plan {self._plan.digest}"]
 
         agree(self._transport, "consolidating the state", prepare)
         gathered = consolidate(self._plan, self._roster.params, self._transport, to, stock)
         if gathered is not None:
-            self._full_state = gathered
+            params = self._roster.params
+            self._full_state = {
+                **{params[index]: state for index, state in gathered.items()},
+                **self._state_outside_the_plan(),
+            }
         elif self._full_state is None:
             self._why_no_state = f"the state was consolidated to rank {to}"
         self._transport.note("state consolidated")
@@ -334,11 +340,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"consolidate_state_dict(to={self.rank}) on all ranks first"
             )
         numbering = Numbering.of(self.param_groups)
+        numbered = {
+            numbering.ids[key]: dict(state)
+            for key, state in self._full_state.items()
+            if isinstance(key, torch.Tensor)
+        }
+        common = {k: s for k, s in self._full_state.items() if not isinstance(k, torch.Tensor)}
         result: dict[str, Any] = {
-            "state": {
-                numbering.ids[self._roster.params[index]]: dict(state)
-                for index, state in self._full_state.items()
-            },
+            "state": {**dict(sorted(numbered.items())), **common},
             "param_groups": [
                 {**_without_our_keys(group), "params": ids}
                 for group, ids in zip(self.param_groups, numbering.groups, strict=True)
@@ -355,12 +364,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         A dict that does not fit is refused before anything is changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        states = check_loadable(state_dict, self.param_groups, self._local)
-        load(self._local, states, state_dict["param_groups"])
+        self._load(checked(state_dict, self.param_groups, self._roster.cuttable()))
         for group, inner, saved in zip(
             self.param_groups, self._local.param_groups, state_dict["param_groups"], strict=True
         ):
@@ -373,6 +383,42 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._forget_full_state("a state dict was loaded after the last consolidation")
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _load(self, loadable: Loadable) -> None:
+        """All inner optimizers load, or nothing has changed."""
+        plan, undo = self._plan, self._local.snapshot()
+        # A frozen parameter that has state is planned now: it would be lost otherwise. All ranks
+        # load the same dict, so their plans stay the same without a collective.
+        params = self._roster.params
+        late = [i for i in self._roster.unplanned(plan) if params[i] in loadable.states]
+        try:
+            if late:
+                self._own(plan.extended(self._roster.specs(plan, late)))
+            load(self._local, loadable)
+        except Exception:
+            self._plan = plan
+            undo()
+            raise
+        if late:
+            self._settle()
+
+    def _state_outside_the_plan(self) -> dict[Any, Any]:
+        """What a plain optimizer's dict holds besides the state of parameters that were trained:
+        state that is made in the constructor, also for frozen ones, and state of no parameter."""
+        found: dict[Any, Any] = {}
+        frozen = self._roster.unplanned(self._plan)
+        for number, (group, policy) in enumerate(
+            zip(self.param_groups, self._roster.policies, strict=True)
+        ):
+            entries = [self._roster.entries[index] for index in frozen]
+            params = [entry.param for entry in entries if entry.group == number]
+            made = self._local.state_made_at_once(policy.optimizer_class, group, params)
+            found.update({param: copy.deepcopy(state) for param, state in made.items()})
+        for inner in self._local.inners:
+            for key, value in inner.optimizer.state.items():
+                if not isinstance(key, torch.Tensor):
+                    found[key] = copy.deepcopy(value)
+        return found
 
     def _forget_full_state(self, why: str) -> None:
         self._full_state = None
@@ -435,7 +481,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         memo[id(self._plan)] = self._plan
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "state", "_homes", "_gatherer", "_memory", "_life", "_full_state"}
+        left = {"step", "state", "_homes", "_gatherer", "_memory", "_in_modules", "_full_state"}
         for key, value in self.__dict__.items():
             if key not in left and not key.endswith("_hooks"):
                 new.__dict__[key] = copy.deepcopy(value, memo)
@@ -445,7 +491,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         new._homes = None if self._homes is None else FlatHomes()
         new._gatherer = Gatherer(self._transport)
         new._memory = MemoryWatch()
-        new._life = LifeWatch(new._roster.params)
+        new._in_modules = HomeWatch(new._roster.entries)
         new._settle()
         return new
 

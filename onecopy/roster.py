@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from onecopy.buffers import is_dense
 from onecopy.intake import (
     GroupPolicy,
     check_no_shared_memory,
@@ -18,6 +19,7 @@ from onecopy.intake import (
     is_trainable,
     spec_of,
 )
+from onecopy.kinds import Kind
 from onecopy.plan import ParamSpec, Plan
 
 
@@ -80,11 +82,15 @@ class Roster:
         """The trainable parameters that the plan does not hold yet."""
         if len(plan.params) == len(self.entries):
             return []
-        new = [
-            index
-            for index, entry in enumerate(self.entries)
-            if index not in plan.params and is_trainable(entry.param)
-        ]
+        return self.specs(
+            plan, [index for index in self.unplanned(plan) if is_trainable(self.params[index])]
+        )
+
+    def unplanned(self, plan: Plan) -> list[int]:
+        return [index for index in range(len(self.entries)) if index not in plan.params]
+
+    def specs(self, plan: Plan, new: Sequence[int]) -> list[ParamSpec]:
+        """What the planner needs to know of these parameters, to extend the plan by them."""
         if new and plan.world_size > 1:
             both = [self.entries[index] for index in sorted({*plan.params, *new})]
             check_no_shared_memory([e.param for e in both], [e.name for e in both])
@@ -93,6 +99,14 @@ class Roster:
             spec_of(index, entry.param, self.policies[entry.group], words)
             for index, entry in ((index, self.entries[index]) for index in new)
         ]
+
+    def cuttable(self) -> set[torch.Tensor]:
+        """The parameters whose state is parameter-shaped, because it may be cut."""
+        return {
+            entry.param
+            for entry in self.entries
+            if self.policies[entry.group].kind is Kind.ELEMENTWISE and is_dense(entry.param)
+        }
 
     def description(
         self, groups: Sequence[Mapping[str, Any]], plan: Plan, with_storage: bool

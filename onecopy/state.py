@@ -1,27 +1,21 @@
-"""The full state dict: gathered to one rank, and loaded from what a plain optimizer wrote.
+"""The full state, gathered to one rank.
 
-Gathering. Every rank tells the target what it holds as JSON, then sends its tensors in parcels
-straight from its memory; the target receives them straight into the parameter-shaped result. Other
-ranks allocate at most one parcel. Nothing is pickled.
-
-Loading. Everything is checked first; then every inner optimizer loads a dict that was cut for it
-with its own ``load_state_dict``, so that the rules of its class (casts, where ``step`` lives) hold.
+Every rank tells the target what it holds as JSON, then sends its tensors in parcels straight from
+its memory; the target receives them straight into the parameter-shaped result. Other ranks
+allocate at most one parcel. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 
-from onecopy.buffers import flat_range, in_layout_of, is_dense
-from onecopy.intake import options_of
-from onecopy.local import LocalOptimizer, OwnedPiece
+from onecopy.buffers import flat_range, is_dense
+from onecopy.local import LocalOptimizer
 from onecopy.parcels import Form, NotPlain, decode, encode, receive_tensors, send_tensors
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport, bytes_from_tensor, tensor_from_bytes
@@ -45,8 +39,8 @@ class Numbering:
         numbers: list[list[int]] = []
         start = 0
         for group in groups:
-            for number, param in enumerate(group["params"], start):
-                ids.setdefault(param, number)
+            listed = enumerate(group["params"], start)
+            ids.update({param: number for number, param in listed if param not in ids})
             numbers.append([ids[param] for param in group["params"]])
             start += len(group["params"])
         return cls(ids, numbers)
@@ -96,7 +90,7 @@ def take_stock(local: LocalOptimizer) -> tuple[Manifest, list[torch.Tensor]]:
                 f"the state of parameter {owned.piece.param} holds {error}, which a state dict "
                 "cannot carry: only tensors, numbers, strings, None and containers of them"
             ) from None
-        tensors = [t.detach() if is_dense(t) else t.detach().contiguous() for t in tensors]
+        tensors = [_plain(tensor) for tensor in tensors]
         forms = [Form.of(tensor) for tensor in tensors]
         look = json.dumps([encoded, forms])
         if look not in numbers:
@@ -105,6 +99,12 @@ def take_stock(local: LocalOptimizer) -> tuple[Manifest, list[torch.Tensor]]:
         manifest.of_piece.append(numbers[look])
         flats += [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
     return manifest, flats
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is one run of its values: dense, and not a lazy view."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def consolidate(
@@ -182,100 +182,3 @@ class _Whole:
 
     def states(self) -> dict[int, State]:
         return dict(sorted(self._states.items()))
-
-
-# -------------------------------------------------------------------------- loading
-
-
-def check_loadable(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], local: LocalOptimizer
-) -> dict[torch.Tensor, Mapping[str, Any]]:
-    """The state of each parameter in ``state_dict``, or the reason why it does not fit."""
-    states, saved_groups = state_dict["state"], state_dict["param_groups"]
-    if len(saved_groups) != len(groups):
-        raise ValueError(
-            f"the state dict has {len(saved_groups)} parameter groups, the optimizer {len(groups)}"
-        )
-    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if len(saved["params"]) != len(group["params"]):
-            raise ValueError(
-                f"group {number} of the state dict has {len(saved['params'])} parameters, that of "
-                f"the optimizer {len(group['params'])}"
-            )
-    saved_ids = chain.from_iterable(saved["params"] for saved in saved_groups)
-    ours = chain.from_iterable(group["params"] for group in groups)
-    by_id = dict(zip(saved_ids, ours, strict=True))
-    unknown = [key for key in states if key not in by_id]
-    if unknown:
-        raise IndexError(
-            f"the state dict holds state of parameters {unknown[:5]}, which none of its groups "
-            "lists"
-        )
-    for key, state in states.items():
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"the state of parameter {key} must be a dict, got {type(state).__name__}"
-            )
-        for owned in local.of(by_id[key]):
-            if not owned.is_whole:
-                _check_cuttable(key, state, owned.param)
-    return {by_id[key]: state for key, state in states.items()}
-
-
-def _check_cuttable(number: Any, state: Mapping[str, Any], param: torch.Tensor) -> None:
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape:
-            raise ValueError(
-                f"the state {key!r} of parameter {number} has shape {tuple(value.shape)}, the "
-                f"parameter {tuple(param.shape)}: is the state dict of another model or "
-                "optimizer class?"
-            )
-
-
-def load(
-    local: LocalOptimizer,
-    states: Mapping[torch.Tensor, Mapping[str, Any]],
-    saved_groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Give each inner optimizer its part of checked state. All load, or none has changed."""
-    before = [(i.optimizer, i.optimizer.state, i.optimizer.param_groups) for i in local.inners]
-    try:
-        for inner in local.inners:
-            saved = [saved_groups[number] for number in inner.groups]
-            inner.optimizer.load_state_dict(_dict_for(local, inner.optimizer, states, saved))
-    except Exception:
-        for optimizer, state, param_groups in before:
-            optimizer.state = state
-            optimizer.param_groups = param_groups
-        raise
-
-
-def _dict_for(
-    local: LocalOptimizer,
-    optimizer: torch.optim.Optimizer,
-    states: Mapping[torch.Tensor, Mapping[str, Any]],
-    saved_groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    numbering = Numbering.of(optimizer.param_groups)
-    state = {
-        numbering.ids[owned.tensor]: {
-            key: _part_of(owned, value) for key, value in states[owned.param].items()
-        }
-        for owned in local.pieces
-        if owned.param in states and owned.tensor in numbering.ids
-    }
-    groups = [
-        {**options_of(saved), "params": ids}
-        for saved, ids in zip(saved_groups, numbering.groups, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _part_of(owned: OwnedPiece, value: Any) -> Any:
-    """This piece's part of a state value: a copy, because the caller keeps the original."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if owned.is_whole or value.dim() == 0:
-        return value.detach().clone()
-    laid_out = in_layout_of(owned.param, value.detach())
-    return flat_range(laid_out, owned.piece.start, owned.piece.stop).clone()

@@ -8,8 +8,9 @@ ones. The first is followed or refused, the second is refused: an update is neve
 from __future__ import annotations
 
 import gc
-from collections import Counter
+import weakref
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -47,41 +48,51 @@ def _form(param: torch.Tensor) -> str:
     return f"{param.dtype}, shape {tuple(param.shape)}, stride {param.stride()}, {param.device}"
 
 
-class LifeWatch:
-    """Knows whether the parameters belonged to modules, and finds out when they no longer do."""
+class Home(NamedTuple):
+    """A place in a module where a parameter was found."""
 
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        ours = {id(param) for param in params}
-        self._were_in_modules = any(id(param) in ours for param in _parameters_of_all_modules())
+    module: weakref.ref[torch.nn.Module]
+    name: str
+    entry: Entry
 
-    def require_live(self, params: Sequence[torch.Tensor]) -> None:
-        """Raise if no module holds any of our parameters, but one holds twins with gradients.
 
-        Called when no parameter has a gradient. That is legal, and rare; only then is it worth
-        looking through all modules for the sign of ``load_state_dict(..., assign=True)``.
+class HomeWatch:
+    """Remembers which modules hold the parameters, and finds those that were replaced there."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        ours = {id(entry.param): entry for entry in entries}
+        self._homes = [
+            Home(weakref.ref(module), name, ours[id(param)])
+            for module in _all_modules()
+            for name, param in module.__dict__.get("_parameters", {}).items()
+            if id(param) in ours
+        ]
+
+    def require_in_place(self) -> None:
+        """Raise if a parameter's place is taken by another one like it.
+
+        A parameter that was deleted, or whose module is gone, is none of our business.
         """
-        if not self._were_in_modules:
-            return
-        ours = {id(param) for param in params}
-        shapes = Counter(tuple(p.shape) for p in params if isinstance(p, torch.nn.Parameter))
-        twins: Counter[tuple[int, ...]] = Counter()
-        for param in _parameters_of_all_modules():
-            if id(param) in ours:
-                return
-            if param.grad is not None:
-                twins[tuple(param.shape)] += 1
-        if twins >= shapes:
+        for module, name, entry in self._homes:
+            holder = module()
+            if holder is not None and holder._parameters.get(name) is not entry.param:
+                self._require_not_replaced(entry)
+
+    def _require_not_replaced(self, entry: Entry) -> None:
+        holders = [(home.module(), home.name) for home in self._homes if home.entry is entry]
+        now = [holder._parameters.get(name) for holder, name in holders if holder is not None]
+        if all(
+            param is not None and param is not entry.param and param.shape == entry.param.shape
+            for param in now
+        ):
             raise RuntimeError(
-                "none of this optimizer's parameters has a gradient or belongs to a module any "
-                "more, but a module with parameters of the same shapes does have gradients. Were "
-                "they replaced, by load_state_dict(..., assign=True) for example? Build the "
-                "optimizer after that"
+                f"{entry.name} is no longer the one that its module uses: another Parameter has "
+                "taken its place, and this optimizer would go on updating the old one. Was it "
+                "load_state_dict(..., assign=True)? Build the optimizer after that"
             )
 
 
-def _parameters_of_all_modules() -> Iterator[torch.Tensor]:
+def _all_modules() -> Iterator[torch.nn.Module]:
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
-            for param in obj.__dict__.get("_parameters", {}).values():
-                if param is not None:
-                    yield param
+            yield obj

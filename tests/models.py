@@ -34,7 +34,7 @@ def generator(*seeds: int) -> torch.Generator:
 
 
 def noise(*shape: int, seed: Iterable[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(*seed), dtype=dtype)
+    return torch.randn(shape, generator=generator(*seed), dtype=dtype)
 
 
 def seed_of(world: World, step: int) -> tuple[int, int]:
@@ -176,6 +176,16 @@ def assert_same_on_all_ranks(model: nn.Module, group: Any = None) -> None:
 # ---------------------------------------- training ----------------------------------------
 
 
+def average_gradients(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
+    """What DDP does, for tensors that it does not know."""
+    for tensor in tensors:
+        if tensor.grad is not None:
+            grad = torch.view_as_real(tensor.grad) if tensor.is_complex() else tensor.grad
+            total = grad.contiguous()
+            dist.all_reduce(total, group=group)
+            grad.copy_(total / dist.get_world_size(group))
+
+
 def feed(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch, whichever form the model's batches have."""
     return model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -185,7 +195,8 @@ class Twins:
     """One model twice under DDP: with the plain optimizer, and with ours.
 
     `groups(model)` makes what both optimizers get as parameters, by default all of them in one
-    group. `ddp` and `zero` are keywords for the two wrappers; all others are the optimizer's.
+    group. `ddp` and `zero` are keywords for the two wrappers; all others are the optimizer's. With
+    `ddp=False` there is no DDP, and gradients are averaged one by one: for what it cannot follow.
     """
 
     def __init__(
@@ -195,7 +206,7 @@ class Twins:
         optimizer_class: type[torch.optim.Optimizer],
         *,
         groups: Callable[[nn.Module], Any] = nn.Module.parameters,
-        ddp: dict[str, Any] | None = None,
+        ddp: dict[str, Any] | bool = True,
         zero: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -203,8 +214,11 @@ class Twins:
         model = model.to(world.device)
         self.start = copy.deepcopy(model)
         self.plain_model, self.model = model, copy.deepcopy(model)
+        self.by_hand = ddp is False
+        keywords = ddp if isinstance(ddp, dict) else {}
         self.plain_ddp, self.ddp = (
-            DistributedDataParallel(m, **(ddp or {})) for m in (self.plain_model, self.model)
+            m if self.by_hand else DistributedDataParallel(m, **keywords)
+            for m in (self.plain_model, self.model)
         )
         zero = {"bucket_mb": SMALL_BUCKETS, **(zero or {})}
         self.plain = optimizer_class(groups(self.plain_model), **copy.deepcopy(options))
@@ -213,7 +227,7 @@ class Twins:
         )
         self.steps = 0
 
-    def both(self) -> Iterator[tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]]:
+    def both(self) -> Iterator[tuple[nn.Module, nn.Module, torch.optim.Optimizer]]:
         """(model, its DDP, its optimizer) of the plain twin, then of the sharded one."""
         yield self.plain_model, self.plain_ddp, self.plain
         yield self.model, self.ddp, self.optimizer
@@ -228,9 +242,11 @@ class Twins:
     def backward(self, set_to_none: bool = True) -> None:
         """Gradients of the next batch, for both."""
         batch = self.batch()
-        for _, ddp, optimizer in self.both():
-            optimizer.zero_grad(set_to_none=set_to_none)
+        for _, ddp, _ in self.both():
+            ddp.zero_grad(set_to_none=set_to_none)
             feed(ddp, batch).backward()
+            if self.by_hand:
+                average_gradients(ddp.parameters())
 
     def train(self, steps: int, check: bool = True) -> None:
         for _ in range(steps):
@@ -248,8 +264,11 @@ class Twins:
         assert_same_parameters(self.model, self.plain_model)
 
     def assert_moved(self) -> None:
-        """Training has changed every parameter that has a gradient."""
+        """Training has changed every parameter that the optimizer has and that has a gradient."""
         before = dict(self.start.named_parameters())
-        for name, param in self.plain_model.named_parameters():
+        optimized = {p for group in self.optimizer.param_groups for p in group["params"]}
+        moving = [(n, p) for n, p in self.model.named_parameters() if p in optimized]
+        assert moving
+        for name, param in moving:
             if param.grad is not None and param.numel():
                 assert not torch.equal(param, before[name]), f"{name} did not move"

@@ -28,6 +28,7 @@ ORDER = (
     "local",
     "gatherer",
     "state",
+    "restore",
     "join",
     "optimizer",
     "__init__",

@@ -1,0 +1,77 @@
+"""The examples run as the README says, under torchrun, on two processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def torchrun(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", str(EXAMPLES / script), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_the_minimal_example_trains_saves_and_resumes(tmp_path: Path) -> None:
+    first = torchrun("minimal.py", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"^step 100: loss \d+\.\d+, saved minimal\.pt$", first.stdout, re.M)
+    second = torchrun("minimal.py", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert re.search(r"^step 200: loss \d+\.\d+, saved minimal\.pt$", second.stdout, re.M)
+    assert [path.name for path in tmp_path.iterdir()] == ["minimal.pt"]
+
+    losses = [float(re.findall(r"loss (\d+\.\d+)", run.stdout)[0]) for run in (first, second)]
+    assert losses[1] < losses[0]
+    saved = torch.load(tmp_path / "minimal.pt", weights_only=True)
+    assert saved["step"] == 200
+    steps = {int(state["step"]) for state in saved["optimizer"]["state"].values()}
+    assert steps == {200}  # the state went on, it did not start again
+    shapes = [value.shape for value in saved["model"].values()]
+    moments = [state["exp_avg"].shape for state in saved["optimizer"]["state"].values()]
+    assert moments == shapes
+
+
+@pytest.mark.slow
+def test_the_demo_ends_at_three_equal_losses(tmp_path: Path) -> None:
+    run = torchrun("demo.py", "--rounds", "2", "--steps", "1", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    rows = re.findall(r"^(.+?)\s+(\d+\.\d{9})\s+(\d+\.\d+) MB", run.stdout, re.M)
+    assert [name for name, _, _ in rows] == [
+        "DDP + AdamW",
+        "torch's ZeroRedundancyOptimizer",
+        "onecopy",
+    ]
+    assert len({loss for _, loss, _ in rows}) == 1
+    whole, _, ours = (float(megabytes) for _, _, megabytes in rows)
+    assert ours == pytest.approx(whole / 2, rel=0.01)
+    assert "differ" not in run.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_says_how_it_is_started(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 2, run.stderr
+    assert "expected to be started by torchrun" in run.stderr

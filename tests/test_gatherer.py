@@ -1,0 +1,254 @@
+"""How buckets travel: what is sent in place, what is packed, and what memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import World, distributed
+from models import SMALL_BUCKETS, ConvNet, MixedNet, Mlp
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import onecopy.transport
+from onecopy import ZeroRedundancyOptimizer, gatherer
+from onecopy.gatherer import IN_FLIGHT, Transfer
+from onecopy.transport import Part
+
+LARGE = gatherer._WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
+
+BUCKET_VIEW = pytest.mark.parametrize(
+    "bucket_view", [False, True], ids=["own-storage", "bucket-view"]
+)
+
+
+def transfers(optimizer: ZeroRedundancyOptimizer) -> list[Transfer]:
+    return optimizer._gatherer._transfers
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def copies(transfer: Transfer) -> Iterator[torch.Tensor]:
+    """The staged side of all copies of a transfer."""
+    yield from transfer.copy_in.targets
+    yield from transfer.copy_out.sources
+
+
+def staged_storages(optimizer: ZeroRedundancyOptimizer) -> dict[int, int]:
+    """Bytes of every staging buffer, by address."""
+    return {
+        storage(tensor): tensor.untyped_storage().nbytes()
+        for transfer in transfers(optimizer)
+        for tensor in copies(transfer)
+    }
+
+
+def addresses(optimizer: ZeroRedundancyOptimizer) -> list[int]:
+    """Where everything lies that a step sends, receives or copies."""
+    return [
+        tensor.data_ptr()
+        for transfer in transfers(optimizer)
+        for tensor in [
+            *[part.tensor for part in transfer.parts],
+            *([] if transfer.slots is None else [transfer.slots]),
+            *transfer.copy_in.targets,
+            *transfer.copy_in.sources,
+            *transfer.copy_out.targets,
+            *transfer.copy_out.sources,
+        ]
+    ]
+
+
+def take_a_step(optimizer: ZeroRedundancyOptimizer, params: list[torch.Tensor]) -> None:
+    """SGD with lr 1 and a gradient of one: afterwards every element is one less, everywhere."""
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param, old - 1)
+
+
+@distributed(2, 3, 4)
+def test_large_pieces_travel_in_place_and_small_ones_packed(world: World) -> None:
+    large = nn.Parameter(torch.zeros(world.size * LARGE))
+    small = [nn.Parameter(torch.zeros(3)) for _ in range(4 * world.size)]
+    params = [large, *small]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, partition="whole", lr=1.0)
+    (transfer,) = transfers(optimizer)
+    in_place = [part for part in transfer.parts if storage(part.tensor) == storage(large)]
+    assert [part.tensor.numel() for part in in_place] == [large.numel()]
+    packed = [part for part in transfer.parts if storage(part.tensor) != storage(large)]
+    assert len({part.owner for part in packed}) == len(packed), "one message per owner"
+    assert sum(part.tensor.numel() for part in packed) == 12 * world.size
+    assert len({storage(part.tensor) for part in packed}) == 1
+    assert sum(staged_storages(optimizer).values()) == 4 * 12 * world.size
+    touched = {
+        storage(tensor) for tensor in [*transfer.copy_in.sources, *transfer.copy_out.targets]
+    }
+    assert touched <= {storage(param) for param in small}, "a large piece was copied"
+    take_a_step(optimizer, params)
+
+
+@distributed(2, 3, 4)
+def test_the_large_pieces_of_a_cut_parameter_travel_in_place(world: World) -> None:
+    params = [nn.Parameter(torch.zeros(world.size * LARGE * 2)), nn.Parameter(torch.zeros(5))]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=1.0)
+    (transfer,) = transfers(optimizer)
+    cut = [part for part in transfer.parts if storage(part.tensor) == storage(params[0])]
+    assert len(cut) == world.size
+    assert sorted(part.owner for part in cut) == list(range(world.size))
+    assert sum(staged_storages(optimizer).values()) <= 4 * (5 + 2)
+    take_a_step(optimizer, params)
+
+
+@distributed(2, 3, 4)
+def test_the_only_piece_of_an_owner_travels_in_place_however_small(world: World) -> None:
+    param = nn.Parameter(torch.zeros(2 * world.size))
+    optimizer = ZeroRedundancyOptimizer([param], SGD, lr=1.0)
+    (transfer,) = transfers(optimizer)
+    assert [part.owner for part in transfer.parts] == list(range(world.size))
+    assert all(storage(part.tensor) == storage(param) for part in transfer.parts)
+    assert not staged_storages(optimizer)
+    take_a_step(optimizer, [param])
+
+
+@distributed(2, 3, 4)
+def test_parameters_in_a_bucket_view_are_never_copied(world: World) -> None:
+    for model in (Mlp(), MixedNet(), ConvNet()):
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            SGD,
+            parameters_as_bucket_view=True,
+            bucket_mb=SMALL_BUCKETS,
+            lr=1.0,
+        )
+        assert len(transfers(optimizer)) > 1
+        assert not staged_storages(optimizer)
+        homes = {storage(param) for param in model.parameters()}
+        assert len(homes) == len({param.dtype for param in model.parameters()})
+        for transfer in transfers(optimizer):
+            assert all(storage(part.tensor) in homes for part in transfer.parts)
+            assert len({part.owner for part in transfer.parts}) == len(transfer.parts)
+        take_a_step(optimizer, list(model.parameters()))
+
+
+@distributed(2, 3, 4)
+def test_parameters_with_gaps_are_packed_and_their_gaps_left_alone(world: World) -> None:
+    whole = torch.zeros(7, 8)
+    gapped = [nn.Parameter(whole[:, ::2]), nn.Parameter(torch.zeros(5))]
+    optimizer = ZeroRedundancyOptimizer(gapped, SGD, lr=1.0)
+    for transfer in transfers(optimizer):
+        for part in transfer.parts:
+            assert part.tensor.is_contiguous()
+            assert storage(part.tensor) != storage(whole)
+    take_a_step(optimizer, gapped)
+    assert not whole[:, 1::2].any()
+
+
+@distributed(2, 3, 4)
+@BUCKET_VIEW
+@pytest.mark.parametrize("all_gather", [False, True], ids=["parts", "all-gather"])
+def test_staging_is_bounded_by_the_gathers_in_flight(
+    world: World, bucket_view: bool, all_gather: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if all_gather:
+            patch.setattr(onecopy.transport.Transport, "gathers_equal_slots", lambda *_: True)
+        params = [nn.Parameter(torch.zeros(37)) for _ in range(200)]
+        bucket_bytes = 2048
+        optimizer = ZeroRedundancyOptimizer(
+            params,
+            SGD,
+            parameters_as_bucket_view=bucket_view,
+            bucket_mb=bucket_bytes / 2**20,
+            lr=1.0,
+        )
+        assert len(transfers(optimizer)) > 3 * IN_FLIGHT
+        staged = staged_storages(optimizer)
+        assert sum(staged.values()) <= IN_FLIGHT * bucket_bytes
+        assert len(staged) == (0 if bucket_view else IN_FLIGHT)
+        if all_gather:
+            slots = [t.slots for t in transfers(optimizer) if t.slots is not None]
+            assert len(slots) >= len(transfers(optimizer)) - 1  # only the last has a remainder
+        take_a_step(optimizer, params)
+
+
+@distributed(2, 3)
+def test_no_more_gathers_are_in_flight_than_there_is_staging_for(world: World) -> None:
+    params = [nn.Parameter(torch.zeros(37)) for _ in range(100)]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, bucket_mb=SMALL_BUCKETS, lr=1.0)
+    under_way: list[Any] = []
+    most = 0
+
+    class Counted:
+        def __init__(self, pending: Any) -> None:
+            self.pending = pending
+            under_way.append(self)
+
+        def wait(self) -> None:
+            self.pending.wait()
+            under_way.remove(self)
+
+    share = optimizer._transport.share
+
+    def counting(parts: list[Part]) -> Any:
+        nonlocal most
+        pending = Counted(share(parts))
+        most = max(most, len(under_way))
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer._transport, "share", counting)
+        take_a_step(optimizer, params)
+    assert most == IN_FLIGHT
+    assert not under_way
+
+
+@distributed(2, 3, 4)
+@BUCKET_VIEW
+def test_steps_reuse_all_of_their_memory(world: World, bucket_view: bool) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        AdamW,
+        parameters_as_bucket_view=bucket_view,
+        bucket_mb=SMALL_BUCKETS,
+        lr=0.01,
+    )
+    prepared, before = transfers(optimizer), addresses(optimizer)
+    parameters = [param.data_ptr() for param in model.parameters()]
+    assert before
+    for step in range(3):
+        optimizer.zero_grad()
+        model(model.batch((world.rank, step))).backward()
+        optimizer.step()
+        assert transfers(optimizer) is prepared
+        assert addresses(optimizer) == before
+        assert [param.data_ptr() for param in model.parameters()] == parameters
+
+
+@distributed(2, 3)
+@BUCKET_VIEW
+def test_gathering_allocates_nothing(world: World, bucket_view: bool) -> None:
+    params = [nn.Parameter(torch.zeros(LARGE + 5)), *[nn.Parameter(torch.zeros(9)) for _ in "abc"]]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=bucket_view, lr=1.0)
+    take_a_step(optimizer, params)
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+        optimizer._gatherer.gather()
+    allocated = [event for event in profile.events() if event.cpu_memory_usage > 0]
+    assert not allocated, [(event.name, event.cpu_memory_usage) for event in allocated]
+
+
+@distributed(1)
+def test_one_rank_sends_and_stages_nothing(world: World) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
+    take_a_step(optimizer, list(model.parameters()))
+    assert not transfers(optimizer)
+    assert optimizer._transport.traffic.bytes == 0
