@@ -35,7 +35,11 @@ class RanksDisagree(ValueError):
 
     def __init__(self, message: str, views: Sequence[str] = ()) -> None:
         super().__init__(message)
+        self.message = message
         self.views = views  # what was said, each once
+
+    def __str__(self) -> str:  # a KeyError, which this may be too, would print the repr
+        return self.message
 
 
 def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:

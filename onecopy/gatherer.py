@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from onecopy.buffers import FlatHomes, Staging, flat_range, is_dense
+from onecopy.kinds import Kind
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Part, Pending, Transport
 
@@ -142,8 +143,9 @@ class _Route(Protocol):
 
 def _route(site: _Site) -> _Route:
     device = site.memory[next(site.plan.segments(site.bucket)).param].device
-    if site.plan.has_equal_slots(site.bucket) and site.transport.gathers_equal_slots(device):
-        return _SlotsRoute(site)
+    kind = site.plan.streams[site.plan.buckets[site.bucket].stream].kind
+    if kind is Kind.ELEMENTWISE and site.transport.gathers_equal_slots(device):
+        return _SlotsRoute(site) if site.plan.has_equal_slots(site.bucket) else _PaddedRoute(site)
     return _PartsRoute(site)
 
 
@@ -171,6 +173,33 @@ class _SlotsRoute:
             transfer.copy_in.add(buffer.narrow(0, piece.offset, piece.numel), source)
         for segment, view in zip(self._segments, self._views, strict=True):
             transfer.copy_out.add(view, buffer.narrow(0, segment.offset, view.numel()))
+        return transfer
+
+
+class _PaddedRoute:
+    """The same for a bucket with a remainder: slots are padded to the longest, in staging."""
+
+    def __init__(self, site: _Site) -> None:
+        self._site = site
+        slots = [site.plan.slot(site.bucket, rank) for rank in range(site.transport.world_size)]
+        self._starts = [start for start, _ in slots]
+        self._longest = max(stop - start for start, stop in slots)
+        self.staged = self._longest * len(slots)
+        self.like = site.memory[next(site.plan.segments(site.bucket)).param]
+
+    def transfer(self, buffer: torch.Tensor | None) -> Transfer:
+        site = self._site
+        transfer = Transfer(slots=buffer)
+        assert buffer is not None
+        for owner, start in enumerate(self._starts):
+            for piece in site.pieces(owner):
+                offset = owner * self._longest + piece.offset - start
+                staged = buffer.narrow(0, offset, piece.numel)
+                view = flat_range(site.memory[piece.param], piece.start, piece.stop)
+                if owner == site.transport.rank:
+                    transfer.copy_in.add(staged, view)
+                else:
+                    transfer.copy_out.add(view, staged)
         return transfer
 
 

@@ -54,9 +54,12 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
             f"got {', '.join(kinds)}"
         )
+    return groups
+
+
+def require_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
     if not any(group["params"] for group in groups):
         raise ValueError("none of the parameter groups holds a parameter")
-    return groups
 
 
 def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +145,8 @@ def policy_of(
     cls = group.get("optimizer_class", default_class)
     check_class(cls)
     options = {**(defaults if cls is default_class else {}), **options_of(group)}
-    kind = choose_kind(cls, options, group.get("partition", partition))
+    dtypes = dict.fromkeys(param.dtype for param in group["params"])
+    kind = choose_kind(cls, options, group.get("partition", partition), dtypes)
     return GroupPolicy(
         cls,
         kind,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,25 +40,53 @@ class OptimizerJoinHook(JoinHook):
         self._leave()
 
 
-def lend_gradients(
-    transport: Transport,
-    plan: Plan,
-    params: Sequence[torch.Tensor],
-    groups: Sequence[MutableMapping[str, Any]],
-    joined: bool,
-) -> list[torch.Tensor | None] | None:
-    """On a joined rank: the gradients of its pieces, in the plan's order. Elsewhere: None.
+@dataclass(frozen=True, slots=True)
+class Party:
+    """Who lends to whom in this step. On all ranks of a step in which somebody has joined."""
 
-    Collective: all ranks call it in every step inside a join context.
-    """
+    lender: int
+    borrowers: tuple[int, ...]
+
+
+def find_party(transport: Transport, joined: bool) -> Party | None:
+    """Collective, in every step inside a join context. None while nobody has joined."""
     everyone = transport.all_gather_bytes(b"1" if joined else b"0")
-    borrowers = [rank for rank, flag in enumerate(everyone) if flag == b"1"]
-    if not borrowers:
-        return None
-    lender = everyone.index(b"0")
-    is_lender = transport.rank == lender
-    news = _describe(plan, params, groups) if is_lender else None
-    presence, options = json.loads(transport.broadcast_bytes(news, lender))
+    borrowers = tuple(rank for rank, flag in enumerate(everyone) if flag == b"1")
+    return Party(everyone.index(b"0"), borrowers) if borrowers else None
+
+
+def follow_lender(
+    transport: Transport,
+    party: Party,
+    groups: Sequence[MutableMapping[str, Any]],
+    trainable: Sequence[int],
+) -> list[int]:
+    """The lender's options for the groups of joined ranks, and what it has newly found trainable.
+
+    Why: on a joined rank neither the scheduler nor the code that unfreezes parameters runs.
+    """
+    is_lender = transport.rank == party.lender
+    news = json.dumps([list(trainable), [_options(group) for group in groups]]).encode()
+    theirs, options = json.loads(
+        transport.broadcast_bytes(news if is_lender else None, party.lender)
+    )
+    if transport.rank not in party.borrowers:
+        return list(trainable)
+    for group, values in zip(groups, options, strict=True):
+        _follow_options(group, values)
+    found: list[int] = theirs
+    return found
+
+
+def lend_gradients(
+    transport: Transport, party: Party, plan: Plan, params: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None] | None:
+    """On a joined rank: the gradients of its pieces, in the plan's order. Elsewhere: None."""
+    is_lender = transport.rank == party.lender
+    marks = "".join(_presence(params[index]) for index in sorted(plan.params))
+    presence = transport.broadcast_bytes(
+        marks.encode() if is_lender else None, party.lender
+    ).decode()
     if _SPARSE in presence:
         raise ValueError(
             "uneven inputs (Join) with sparse gradients are not supported: use sparse=False"
@@ -66,21 +95,12 @@ def lend_gradients(
         index: mark == _DENSE for index, mark in zip(sorted(plan.params), presence, strict=True)
     }
     if is_lender:
-        for rank in borrowers:
+        for rank in party.borrowers:
             wanted = [piece for piece in plan.pieces(rank) if has_gradient[piece.param]]
             send_tensors(transport, [_flat_gradient(params[p.param], p) for p in wanted], rank)
-    if not joined:
+    if transport.rank not in party.borrowers:
         return None
-    for group, values in zip(groups, options, strict=True):
-        _follow_options(group, values)
-    return _borrow(transport, plan, params, has_gradient, lender)
-
-
-def _describe(
-    plan: Plan, params: Sequence[torch.Tensor], groups: Sequence[MutableMapping[str, Any]]
-) -> bytes:
-    presence = "".join(_presence(params[index]) for index in sorted(plan.params))
-    return json.dumps([presence, [_numbers(group) for group in groups]]).encode()
+    return _borrow(transport, plan, params, has_gradient, party.lender)
 
 
 def _presence(param: torch.Tensor) -> str:
@@ -124,7 +144,7 @@ def _borrow(
     return gradients
 
 
-def _numbers(group: MutableMapping[str, Any]) -> dict[str, Any]:
+def _options(group: MutableMapping[str, Any]) -> dict[str, Any]:
     """The options that can be written down; the rest is what it was at construction."""
     written = {}
     for key, value in options_of(group).items():
@@ -140,7 +160,9 @@ def _numbers(group: MutableMapping[str, Any]) -> dict[str, Any]:
 
 def _follow_options(group: MutableMapping[str, Any], values: dict[str, Any]) -> None:
     for key, encoded in values.items():
-        if "fill" in encoded:
+        if "fill" not in encoded:
+            group[key] = decode(encoded, [])
+        elif isinstance(group.get(key), torch.Tensor):
             group[key].copy_(torch.tensor(encoded["fill"]))
         else:
-            group[key] = decode(encoded, [])
+            group[key] = torch.tensor(encoded["fill"])

@@ -74,10 +74,14 @@ _KNOWN = _known()
 _IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
-def verdict(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Verdict:
-    """The kind of ``optimizer_class`` with these constructor options: known, or probed."""
+def verdict(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+) -> Verdict:
+    """The kind of a class with these constructor options on such parameters: known, or probed."""
     known = _KNOWN.get(optimizer_class)
-    return known if known is not None else _probe(optimizer_class, options)
+    return known if known is not None else _probe(optimizer_class, options, dtypes)
 
 
 def is_elementwise(optimizer_class: type[Optimizer], **options: Any) -> bool:
@@ -90,7 +94,10 @@ def is_elementwise(optimizer_class: type[Optimizer], **options: Any) -> bool:
 
 
 def choose_kind(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], partition: str
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    partition: str,
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
 ) -> Kind:
     """ELEMENTWISE or WHOLE for a parameter group, or a ``ValueError`` with the reason."""
     name = optimizer_class.__name__
@@ -99,7 +106,7 @@ def choose_kind(
     known = _KNOWN.get(optimizer_class)
     if partition != "auto" and known is None:
         return Kind(partition)
-    found = known if known is not None else _probe(optimizer_class, options)
+    found = verdict(optimizer_class, options, dtypes)
     if found.kind is Kind.GLOBAL:
         advice = (
             f"Train it unsharded: {name}(model.parameters(), ...)."
@@ -139,6 +146,8 @@ class _CallsClosureAgain(Exception):
 
 # Enough for classes that couple parameters only after some progress: DAdaptLion needs 25 to 40.
 _TOY_STEPS = 64
+# More elements, and longer rows, than the thresholds from which classes quantise or factorise.
+_LARGE = (144, 150)
 
 
 # Verdicts by class and options, so that a hundred groups of an unknown class cost one probe, and
@@ -148,25 +157,36 @@ _probed: weakref.WeakKeyDictionary[type[Optimizer], dict[str, Verdict]] = (
 )
 
 
-def _probe(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Verdict:
+def _probe(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+) -> Verdict:
+    floating = {str(dtype): dtype for dtype in dtypes if dtype.is_floating_point}
     options = {k: v for k, v in options.items() if k not in _IMPLEMENTATION_OPTIONS}
     # No class changes its kind with the learning rate, but one of zero, or a huge one, shows none.
     if "lr" in options:
         lr = options["lr"]
         options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
     options.pop("initial_lr", None)  # a scheduler's note
-    signature = repr(sorted((key, str(value)) for key, value in options.items()))
+    signature = repr([sorted(floating), sorted((key, str(v)) for key, v in options.items())])
     verdicts = _probed.setdefault(optimizer_class, {})
     if signature not in verdicts:
-        verdicts[signature] = _try_out(optimizer_class, options)
+        verdicts[signature] = _try_out(optimizer_class, options, list(floating.values()))
     return verdicts[signature]
 
 
-def _try_out(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Verdict:
+def _try_out(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtypes: Sequence[torch.dtype]
+) -> Verdict:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _compare_toy_runs(optimizer_class, options)
+            found = _compare_toy_runs(optimizer_class, options)
+            if found.kind is not Kind.ELEMENTWISE:
+                return found
+            verdicts = (_compare_large_toys(optimizer_class, options, dtype) for dtype in dtypes)
+            return next((v for v in verdicts if v.kind is not Kind.ELEMENTWISE), found)
         except _CallsClosureAgain:
             return Verdict(
                 Kind.GLOBAL,
@@ -212,6 +232,25 @@ def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, An
     return _BY_ITSELF
 
 
+def _compare_large_toys(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
+) -> Verdict:
+    """Some classes treat large tensors, or narrow dtypes, unlike small float32 ones."""
+    toy = _Toy(_LARGE, seed=3, steps=3, dtype=dtype)
+    alone = _run(optimizer_class, options, [toy])
+    # Where a vectorised loop may be cut without changing bits.
+    cut = _run(optimizer_class, options, toy.cut(at=64 * 101))
+    if alone.drew_random_numbers:
+        return Verdict(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
+    if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
+        return Verdict(Kind.WHOLE, f"its state of a large {dtype} tensor is not shaped like it")
+    if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
+        return Verdict(
+            Kind.WHOLE, f"its update of an element of a large {dtype} tensor depends on the rest"
+        )
+    return _BY_ITSELF
+
+
 class _Toy:
     """A small parameter and its gradients.
 
@@ -219,15 +258,21 @@ class _Toy:
     of a loss that falls do: classes that estimate a step size from progress need to see some.
     """
 
-    def __init__(self, shape: tuple[int, ...], seed: int) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        seed: int,
+        steps: int = _TOY_STEPS,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         source = torch.Generator().manual_seed(seed)
         scale = torch.logspace(-2, 1, math.prod(shape), dtype=torch.float32).reshape(shape)
 
         def noise() -> torch.Tensor:
             return torch.randn(shape, generator=source, dtype=torch.float32)
 
-        self.start = noise()
-        self.gradients = [(1 + noise() / 4) * scale for _ in range(_TOY_STEPS)]
+        self.start = noise().to(dtype)
+        self.gradients = [((1 + noise() / 4) * scale).to(dtype) for _ in range(steps)]
 
     def cut(self, at: int) -> list[_Toy]:
         pieces = []
@@ -257,9 +302,9 @@ def _run(
         optimizer.train()
     step = step_without_hooks(optimizer)
     takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-    for i in range(_TOY_STEPS):
-        for param, toy in zip(params, toys, strict=True):
-            param.grad = toy.gradients[i].clone()
+    for gradients in zip(*(toy.gradients for toy in toys), strict=True):
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
         _toy_step(step, takes_closure)
     shaped = all(
         value.shape in ((), param.shape)
@@ -271,12 +316,12 @@ def _run(
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among state values; one hidden in a container counts as oddly shaped."""
+    """The tensors among state values; one that is no plain tensor counts as oddly shaped."""
     found = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor:
             found.append(value)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, (torch.Tensor, list, tuple, dict)):
             found.append(torch.empty(0, 0, 0))
     return found
 

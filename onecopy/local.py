@@ -44,13 +44,6 @@ class OwnedPiece:
         if not self.is_whole:
             self.tensor.data = flat_range(self.param.detach(), self.piece.start, self.piece.stop)
 
-    def gradient(self) -> torch.Tensor | None:
-        """The piece's part of the parameter's gradient."""
-        grad = self.param.grad
-        if grad is None:
-            return None
-        return flat_range(in_layout_of(self.param, grad), self.piece.start, self.piece.stop)
-
 
 def _view(param: torch.Tensor, piece: Piece) -> torch.nn.Parameter:
     return torch.nn.Parameter(flat_range(param.detach(), piece.start, piece.stop))
@@ -159,9 +152,14 @@ class LocalOptimizer:
         self, cls: type[Optimizer], group: Mapping[str, Any], params: Sequence[torch.Tensor]
     ) -> dict[torch.Tensor, Any]:
         """The state that ``cls`` makes in its constructor, as Adagrad does; mostly nothing."""
+        if not params:
+            return {}
         toy = torch.nn.Parameter(torch.zeros(2, 2))
         options = options_of(group)
-        if not params or not self._construct(cls, [{"params": [toy], **options}]).state:
+        try:
+            if not self._construct(cls, [{"params": [toy], **options}]).state:
+                return {}
+        except Exception:  # a class that takes no such toy is not one that makes state at once
             return {}
         return dict(self._construct(cls, [{"params": list(params), **options}]).state)
 
@@ -245,14 +243,18 @@ class LocalOptimizer:
     @contextlib.contextmanager
     def gradients_bound(self) -> Iterator[None]:
         """Pieces have their parts of the parameters' gradients, without a copy."""
-        cut = [owned for owned in self.pieces if not owned.is_whole]
-        for owned in cut:
-            owned.tensor.grad = owned.gradient()
+        cut = [(p, pieces) for p, pieces in self._of_param.items() if not pieces[0].is_whole]
+        for param, pieces in cut:
+            if param.grad is not None:
+                grad = in_layout_of(param, param.grad)  # once for all its pieces
+                for owned in pieces:
+                    owned.tensor.grad = flat_range(grad, owned.piece.start, owned.piece.stop)
         try:
             yield
         finally:
-            for owned in cut:
-                owned.tensor.grad = None
+            for _, pieces in cut:
+                for owned in pieces:
+                    owned.tensor.grad = None
 
     @contextlib.contextmanager
     def gradients_borrowed(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:

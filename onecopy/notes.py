@@ -6,6 +6,7 @@ every rank that waited reads the notes and raises the same error: who was where.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ class Notes:
         self.last = text
         if self.world_size > 1 and self.store is not None:
             clock = time.strftime("%H:%M:%S")
-            self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
+            # A note is for diagnosis: without a store, training goes on.
+            with contextlib.suppress(RuntimeError):
+                self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
 
     def report(self) -> str:
         """One text for all ranks: who is missing, and where everybody was."""
@@ -93,6 +96,11 @@ def notes_of(group: Any) -> Notes:
 
 def _store_of(group: Any) -> Any:
     if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    # Releases before 2.7 keep the store beside the group.
-    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+        store = group.get_group_store()
+    else:  # releases before 2.7 keep the store beside the group
+        store = dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+    underlying = store
+    while hasattr(underlying, "underlying_store"):
+        underlying = underlying.underlying_store
+    # A file store only ever grows.
+    return None if type(underlying).__name__ == "FileStore" else store

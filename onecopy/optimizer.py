@@ -8,6 +8,7 @@ One step, in drop-in mode (gradients are complete and averaged when ``step`` is 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,10 +28,11 @@ from onecopy.intake import (
     check_class,
     check_tensors,
     policy_of,
+    require_parameters,
 )
-from onecopy.join import OptimizerJoinHook, lend_gradients
+from onecopy.join import OptimizerJoinHook, Party, find_party, follow_lender, lend_gradients
 from onecopy.local import LocalOptimizer, OwnedState, Replay
-from onecopy.plan import ParamSpec, Plan, make_plan
+from onecopy.plan import Plan, make_plan
 from onecopy.replicas import require_equal_replicas
 from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
@@ -86,7 +88,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         groups, refusal = _checked(params, optimizer_class)
         try:
-            self._transport = Transport(process_group)
+            self._transport = Transport(process_group, _first_device(groups))
         except (ValueError, TypeError):
             if refusal is not None:
                 raise refusal from None
@@ -106,6 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._homes = FlatHomes() if parameters_as_bucket_view else None
         self._gatherer = Gatherer(self._transport)
         self._memory = MemoryWatch()
+        self._plan_is_unconfirmed = False
         self._full_state: dict[Any, Any] | None = None
         self._why_no_state = "no state dict has been consolidated"
 
@@ -118,7 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for group in self.param_groups:
                 self._roster = self._roster.with_group(group, self._policy(group, defaults))
             plan = make_plan([], self.world_size, bucket_mb)
-            self._plan = plan.extended(self._roster.to_plan(plan))
+            self._plan = self._roster.extend(plan, self._roster.to_plan(plan))
             self._local.own(self._plan, self.rank, self._roster.params)
             classes = [policy.optimizer_class for policy in self._roster.policies]
             self._local.build(self.param_groups, classes)
@@ -154,7 +157,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._local.options_in(self.param_groups)
             self._add_to_base(group)
             self._roster = roster.with_group(group, self._policy(group, self.defaults))
-            self._plan = plan.extended(self._roster.to_plan(plan))
+            self._plan = self._roster.extend(plan, self._roster.to_plan(plan))
             self._local.own(self._plan, self.rank, self._roster.params)
             self._local.add_group(before, group, self._roster.policies[-1].optimizer_class)
             self._local.options_out(self.param_groups)
@@ -167,6 +170,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._roster, self._plan = roster, plan
             undo_local()
             raise
+        self.defaults = self._local.defaults
         self._forget_full_state("a parameter group was added after the last consolidation")
         self._in_modules = HomeWatch(self._roster.entries)
         self._settle()
@@ -211,24 +215,37 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._gatherer.prepare(self._plan, self._roster.params, self._homes)
         self._memory.remember(self._roster.planned(self._plan))
 
-    def _follow_changes(self) -> None:
+    def _follow_changes(self, party: Party | None = None) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
         self._roster.require_same_groups(self.param_groups)
         self._in_modules.require_in_place()
         unfrozen = self._roster.to_plan(self._plan)
-        if unfrozen:
+        if party is not None:
+            unfrozen = follow_lender(self._transport, party, self.param_groups, unfrozen)
+        if unfrozen or self._plan_is_unconfirmed:
             self._take_in(unfrozen)
         if self._memory.has_moved():
             if self.world_size > 1 or self._homes is not None:
                 self._memory.require_same_form()
             self._settle()
 
-    def _take_in(self, unfrozen: Sequence[ParamSpec]) -> None:
+    def _take_in(self, unfrozen: Sequence[int]) -> None:
+        """Extend the plan, on all ranks alike."""
         doing = f"taking in unfrozen parameters in step {self._steps}"
         self._transport.note(doing, same_place=True)
-        plan = self._plan.extended(unfrozen)
-        require_agreement(self._transport, "taking in unfrozen parameters", self._description(plan))
-        self._own(plan)
+        before, undo = self._plan, self._local.snapshot()
+
+        def prepare() -> list[str]:
+            self._own(self._roster.extend(before, unfrozen))
+            return self._description(self._plan)
+
+        try:
+            agree(self._transport, "taking in unfrozen parameters", prepare)
+        except Exception:
+            self._plan = before
+            undo()
+            raise
+        self._plan_is_unconfirmed = False
         self._settle()
 
     def _own(self, plan: Plan) -> None:
@@ -256,14 +273,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step(self, closure: Any, kwargs: Mapping[str, Any], joined: bool) -> Any:
         self._steps += 1
         self._transport.note(f"in step {self._steps}")
+        party = find_party(self._transport, joined) if self._join_config.enable else None
+        self._follow_changes(party)
         if self._check_steps:
             require_agreement(self._transport, "checking a step", self._description(self._plan))
-        self._follow_changes()
         borrowed = None
-        if self._join_config.enable:
-            borrowed = lend_gradients(
-                self._transport, self._plan, self._roster.params, self.param_groups, joined
-            )
+        if party is not None:
+            borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
         if not joined:
             self._require_usable_gradients()
         self._local.options_in(self.param_groups)
@@ -272,11 +288,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if borrowed is None
             else self._local.gradients_borrowed(borrowed)
         )
-        with bound, torch.profiler.record_function("onecopy::step"):
-            result = self._local.step(closure, kwargs)
+        self._forget_full_state("the optimizer has stepped since the last consolidation")
+        try:
+            with bound, torch.profiler.record_function("onecopy::step"):
+                result = self._local.step(closure, kwargs)
+        except Exception as error:
+            # The other ranks will wait for this one's parameters: tell them why they wait.
+            self._transport.note(f"step {self._steps} raised {error!r}", same_place=True)
+            raise
         self._local.options_out(self.param_groups)
         self._gatherer.gather()
-        self._forget_full_state("the optimizer has stepped since the last consolidation")
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")
@@ -316,6 +337,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return [f"to rank {to}", f"after {self._steps} steps", f"plan {self._plan.digest}"]
 
         agree(self._transport, "consolidating the state", prepare)
+        if to == self.rank:
+            self._full_state = None  # not two of them at once
         gathered = consolidate(self._plan, self._roster.params, self._transport, to, stock)
         if gathered is not None:
             params = self._roster.params
@@ -387,19 +410,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _load(self, loadable: Loadable) -> None:
         """All inner optimizers load, or nothing has changed."""
         plan, undo = self._plan, self._local.snapshot()
-        # A frozen parameter that has state is planned now: it would be lost otherwise. All ranks
-        # load the same dict, so their plans stay the same without a collective.
+        # A frozen parameter that has state is planned now: it would be lost otherwise. Loading is
+        # not collective; whether all ranks loaded the same dict is compared in the next step.
         params = self._roster.params
         late = [i for i in self._roster.unplanned(plan) if params[i] in loadable.states]
         try:
             if late:
-                self._own(plan.extended(self._roster.specs(plan, late)))
+                self._own(self._roster.extend(plan, late))
             load(self._local, loadable)
         except Exception:
             self._plan = plan
             undo()
             raise
         if late:
+            self._plan_is_unconfirmed = True
             self._settle()
 
     def _state_outside_the_plan(self) -> dict[Any, Any]:
@@ -450,7 +474,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     def __getattr__(self, name: str) -> Any:
-        """What only the wrapped class has, ``train`` and ``eval`` for example."""
+        """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""
         local = self.__dict__.get("_local")
         if local is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -461,14 +485,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"attribute {name!r}"
             )
         if name in _MOVES_PARAMETERS:
-            return lambda: self._move_parameters(name, having)
-        return getattr(having[0], name)
+            return functools.partial(self._move_parameters, name, having)
+        value = getattr(having[0], name)
+        if callable(value):
+            raise AttributeError(
+                f"{name} is a method of {self._optimizer_class.__name__} on this rank's pieces "
+                f"only. If that is what you want, call optimizer.optim.{name}"
+            )
+        return value
 
-    def _move_parameters(self, name: str, optimizers: Sequence[Optimizer]) -> None:
+    def _move_parameters(
+        self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
+    ) -> None:
         self._follow_changes()
+        self._forget_full_state(f"{name}() was called after the last consolidation")
         self._local.options_in(self.param_groups)
         for optimizer in optimizers:
-            getattr(optimizer, name)()
+            getattr(optimizer, name)(*args, **kwargs)
         self._local.options_out(self.param_groups)
         self._gatherer.gather()
 
@@ -483,7 +516,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
         left = {"step", "state", "_homes", "_gatherer", "_memory", "_in_modules", "_full_state"}
         for key, value in self.__dict__.items():
-            if key not in left and not key.endswith("_hooks"):
+            if key not in left and not (key.startswith("_optimizer_") and key.endswith("_hooks")):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         new._forget_full_state("this optimizer is a copy that was not consolidated")
         Optimizer.__setstate__(new, {})
@@ -506,11 +539,19 @@ def _checked(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], E
     """The parameter groups, or why they are refused; told to all ranks once they can be reached."""
     try:
         groups = as_groups(params)
+        require_parameters(groups)
         check_tensors(groups)
         check_class(optimizer_class)
     except (TypeError, ValueError) as error:
         return [], error
     return groups, None
+
+
+def _first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
+    params = (param for group in groups for param in group["params"])
+    first = next(params, None)
+    first = first[1] if isinstance(first, tuple) else first
+    return first.device if isinstance(first, torch.Tensor) else None
 
 
 def _check_options(overlap_with_ddp: bool, check_every: int | None) -> None:

@@ -9,7 +9,7 @@ parcels from the sizes alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -168,6 +168,7 @@ def send_tensors(transport: Transport, flats: Sequence[torch.Tensor], to: int) -
                 staged_is_busy.wait()
             size = sum(r.nbytes for r in ranges)
             if staged.numel() < size:
+                staged = torch.empty(0)  # let go of the smaller one first
                 staged = torch.empty(size, dtype=torch.uint8, device=wire)
             _pack(ranges, flats, staged[:size])
             staged_is_busy = transport.send(staged[:size], to, tag)
@@ -178,9 +179,19 @@ def send_tensors(transport: Transport, flats: Sequence[torch.Tensor], to: int) -
         pending.wait()
 
 
-def receive_tensors(transport: Transport, rooms: Mapping[int, Sequence[torch.Tensor]]) -> None:
-    """Fill each rank's room with what it sends: from all of them at once, taking turns."""
+def receive_tensors(
+    transport: Transport,
+    rooms: Mapping[int, Sequence[torch.Tensor]],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill each rank's room with what it sends: from all of them at once, taking turns.
+
+    ``meanwhile`` is work of this rank's own, done while the first parcels are on their way.
+    """
     inboxes = [_Inbox(transport, rank, room) for rank, room in rooms.items()]
+    for inbox in inboxes:
+        inbox.ask()
+    meanwhile()
     while inboxes:
         for inbox in inboxes:
             inbox.advance()
@@ -203,10 +214,13 @@ class _Inbox:
 
     def advance(self) -> None:
         """Ask for the next parcel; settle the oldest if enough are in flight."""
-        if self._expected:
-            self._post(*self._expected.popleft())
+        self.ask()
         if len(self._under_way) > _RECEIVES_IN_FLIGHT or not self._expected:
             self._settle()
+
+    def ask(self) -> None:
+        if self._expected:
+            self._post(*self._expected.popleft())
 
     def _post(self, tag: int, ranges: Sequence[Range]) -> None:
         wire = self._transport.control_device

@@ -11,6 +11,7 @@ from onecopy.buffers import flat_range, is_dense
 from onecopy.transport import Transport
 
 _CHUNK = 1 << 20
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an arbitrary odd number, as a signed 64-bit one
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,7 +41,7 @@ def require_equal_replicas(
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number that changes with any single bit and with the order of elements.
+    """A 64-bit number that changes with any single bit.
 
     The sum of all elements, as integers, times odd weights: an odd number has an inverse modulo
     2**64, so no flipped bit can vanish.
@@ -50,10 +51,11 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         dense = torch.view_as_real(dense)
     integers = flat_range(dense, 0, dense.numel()).view(_INTEGERS[dense.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not integers.numel():
+        return total
     weights = torch.arange(
         1, 2 * min(_CHUNK, integers.numel()), 2, dtype=torch.int64, device=tensor.device
     )
-    for number, chunk in enumerate(torch.split(integers, _CHUNK)):
-        partial = (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
-        total = total + partial * (2 * number + 1)
+    for chunk in torch.split(integers, _CHUNK):
+        total = total * _ODD + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return total

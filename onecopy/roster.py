@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ class Roster:
 
     entries: tuple[Entry, ...] = ()
     policies: tuple[GroupPolicy, ...] = ()
-    group_sizes: tuple[int, ...] = ()
+    listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # the groups' parameters, as they were given
 
     def with_group(self, group: Mapping[str, Any], policy: GroupPolicy) -> Roster:
         """A roster that holds one more group."""
@@ -55,16 +56,20 @@ class Roster:
                 title = f"parameter {len(entries)}" + (f" ({name})" if name else "")
                 entries.append(Entry(param, title, len(self.policies)))
         return Roster(
-            tuple(entries), (*self.policies, policy), (*self.group_sizes, len(group["params"]))
+            tuple(entries), (*self.policies, policy), (*self.listed, tuple(group["params"]))
         )
 
     def require_same_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise if parameters were added or removed behind our back."""
-        sizes = tuple(len(group["params"]) for group in groups)
-        if sizes != self.group_sizes:
+        same = len(groups) == len(self.listed) and all(
+            len(group["params"]) == len(listed) and all(map(operator.is_, group["params"], listed))
+            for group, listed in zip(groups, self.listed, strict=True)
+        )
+        if not same:
             raise GroupsChanged(
-                f"param_groups had groups of {self.group_sizes} parameters, and now has {sizes}: "
-                "changing them by hand has no effect. Use add_param_group(...) on all ranks"
+                "the parameters in param_groups are not those that were given: changing the lists "
+                "by hand has no effect here. Use add_param_group(...) on all ranks, or build "
+                "another optimizer"
             )
 
     @cached_property
@@ -78,23 +83,24 @@ class Roster:
     def planned(self, plan: Plan) -> list[Entry]:
         return [self.entries[index] for index in sorted(plan.params)]
 
-    def to_plan(self, plan: Plan) -> list[ParamSpec]:
+    def to_plan(self, plan: Plan) -> list[int]:
         """The trainable parameters that the plan does not hold yet."""
         if len(plan.params) == len(self.entries):
             return []
-        return self.specs(
-            plan, [index for index in self.unplanned(plan) if is_trainable(self.params[index])]
-        )
+        return [index for index in self.unplanned(plan) if is_trainable(self.params[index])]
 
     def unplanned(self, plan: Plan) -> list[int]:
         return [index for index in range(len(self.entries)) if index not in plan.params]
 
-    def specs(self, plan: Plan, new: Sequence[int]) -> list[ParamSpec]:
-        """What the planner needs to know of these parameters, to extend the plan by them."""
-        if new and plan.world_size > 1:
+    def extend(self, plan: Plan, new: Sequence[int]) -> Plan:
+        """A plan that holds these parameters, too."""
+        return plan.extended(self._specs(plan, new)) if new else plan
+
+    def _specs(self, plan: Plan, new: Sequence[int]) -> list[ParamSpec]:
+        if plan.world_size > 1:
             both = [self.entries[index] for index in sorted({*plan.params, *new})]
             check_no_shared_memory([e.param for e in both], [e.name for e in both])
-        words = device_words(self.params) if new else {}
+        words = device_words(self.params)
         return [
             spec_of(index, entry.param, self.policies[entry.group], words)
             for index, entry in ((index, self.entries[index]) for index in new)

@@ -132,9 +132,13 @@ def consolidate(
             receive_tensors(transport, {rank: [room]})
             theirs = Manifest.from_bytes(bytes_from_tensor(room))
         incoming[rank] = whole.expect(rank, theirs)
-    for target, source in zip(incoming.pop(to), flats, strict=True):
-        target.copy_(source)
-    receive_tensors(transport, incoming)
+    mine = incoming.pop(to)
+
+    def copy_mine() -> None:
+        for target, source in zip(mine, flats, strict=True):
+            target.copy_(source)
+
+    receive_tensors(transport, incoming, meanwhile=copy_mine)
     return whole.states()
 
 

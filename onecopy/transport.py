@@ -74,17 +74,21 @@ class WrongProcessGroup(TypeError, AttributeError):
 class Transport:
     """Communication among the members of the user's process group."""
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, device: torch.device | None = None) -> None:
+        """``device`` is where the parameters are, for small messages that the CPU cannot carry."""
         self.user_group = _checked_group(process_group)
+        self._backends = _backends(self.user_group)
+        # Where small messages live: the CPU if the backend serves it.
+        cpu = torch.device("cpu")
+        self.control_device = cpu if device is None or "cpu" in self._backends else device
         self.rank = dist.get_rank(self.user_group)
         self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
         self._notes = notes_of(self.user_group)
         self.note("building an optimizer")
         with self.naming_absentees():
-            self._group = _private_group(self.user_group)
+            self._group = _private_group(self.user_group, self.control_device)
         self._global_ranks = dist.get_process_group_ranks(self._group)
-        self._backends = _backends(self._group)
 
     # ------------------------------------------------------------------ who was where
 
@@ -103,27 +107,30 @@ class Transport:
 
     def gathers_equal_slots(self, device: torch.device) -> bool:
         """Whether the backend's all_gather is the best way to move equal slots."""
-        return self._backends.get(device.type, "") != "gloo"
+        return self._backends.get(device.type) != "gloo"
 
     def all_gather_slots(self, buffer: torch.Tensor) -> Pending:
         """``buffer`` is W equal slots; fill all from their owners, in place."""
         slot = buffer.numel() // self.world_size
         mine = buffer.narrow(0, self.rank * slot, slot)
         self.traffic.add(mine, self.world_size - 1)
-        work = _all_gather_single(buffer, mine, group=self._group, async_op=True)
+        with self.naming_absentees():
+            work = _all_gather_single(buffer, mine, group=self._group, async_op=True)
         return Pending(self, [work], [buffer])
 
     def share(self, parts: Sequence[Part]) -> Pending:
         """Every part goes from its owner to all other ranks."""
         works: list[Any] = []
-        for tag, (owner, tensor) in enumerate(parts):
-            if owner == self.rank:
-                self.traffic.add(tensor, self.world_size - 1)
-            if self._backends.get(tensor.device.type, "") == "gloo":
-                works += self._send_to_all(owner, tensor, tag)
-            else:
-                source = self._global_ranks[owner]
-                works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
+        with self.naming_absentees():
+            for tag, (owner, tensor) in enumerate(parts):
+                if owner == self.rank:
+                    self.traffic.add(tensor, self.world_size - 1)
+                # gloo sends from the CPU only; its broadcasts take tensors from anywhere.
+                if tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo":
+                    works += self._send_to_all(owner, tensor, tag)
+                else:
+                    source = self._global_ranks[owner]
+                    works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
         return Pending(self, works, parts)
 
     def _send_to_all(self, owner: int, tensor: torch.Tensor, tag: int) -> list[Any]:
@@ -141,25 +148,16 @@ class Transport:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
         self.traffic.add(tensor)
-        work = dist.isend(tensor, self._global_ranks[to], group=self._group, tag=tag)
+        with self.naming_absentees():
+            work = dist.isend(tensor, self._global_ranks[to], group=self._group, tag=tag)
         return Pending(self, [work], [tensor])
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Pending:
-        work = dist.irecv(tensor, self._global_ranks[source], group=self._group, tag=tag)
+        with self.naming_absentees():
+            work = dist.irecv(tensor, self._global_ranks[source], group=self._group, tag=tag)
         return Pending(self, [work], [tensor])
 
-    def carries(self, device: torch.device) -> bool:
-        """Whether tensors on this device can be sent as they are."""
-        return device.type in self._backends
-
     # ------------------------------------------------------------------ small things
-
-    @property
-    def control_device(self) -> torch.device:
-        """Where small messages live: the CPU if the backend serves it."""
-        if self.carries(torch.device("cpu")):
-            return torch.device("cpu")
-        return torch.device(next(iter(self._backends)))
 
     def minimum_and_maximum(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Elementwise over the ranks."""
@@ -263,23 +261,40 @@ def _checked_group(process_group: Any) -> Any:
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _private_group(user_group: Any) -> Any:
+def _private_group(user_group: Any, device: torch.device) -> Any:
     if dist.get_world_size(user_group) == 1:
         return user_group
     group = _private_groups.get(user_group)
     if group is None:
         ranks = dist.get_process_group_ranks(user_group)
         options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        everybody = user_group is dist.group.WORLD
+        if not everybody:
+            _level_group_counts(user_group, device)
         group = dist.new_group(
             ranks,
             timeout=_timeout(user_group),
             backend=dist.get_backend_config(user_group),
-            use_local_synchronization=True,
+            use_local_synchronization=not everybody,
             group_desc="onecopy",
             **options,
         )
         _private_groups[user_group] = group
     return group
+
+
+def _level_group_counts(user_group: Any, device: torch.device) -> None:
+    """Bring all members to the same number of process groups.
+
+    Why: only the members of a subgroup are here, so its private group is made without the others,
+    and torch names such a group by its ranks and by the number of groups that the process has. A
+    member that is in fewer groups would look for its peers under another name, until the timeout.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor([len(names)], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=user_group)
+    for _ in range(int(most) - len(names)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _timeout(group: Any) -> timedelta | None:

@@ -57,7 +57,11 @@ class Home(NamedTuple):
 
 
 class HomeWatch:
-    """Remembers which modules hold the parameters, and finds those that were replaced there."""
+    """Remembers which modules hold the parameters, and finds those that were replaced there.
+
+    A parameter does not know its modules, and an optimizer is not given them; so they are looked
+    for among all objects, once, when parameters come in. The steps after that only look there.
+    """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         ours = {id(entry.param): entry for entry in entries}
@@ -69,7 +73,7 @@ class HomeWatch:
         ]
 
     def require_in_place(self) -> None:
-        """Raise if a parameter's place is taken by another one like it.
+        """Raise if a parameter's place is taken by another one.
 
         A parameter that was deleted, or whose module is gone, is none of our business.
         """
@@ -81,10 +85,7 @@ class HomeWatch:
     def _require_not_replaced(self, entry: Entry) -> None:
         holders = [(home.module(), home.name) for home in self._homes if home.entry is entry]
         now = [holder._parameters.get(name) for holder, name in holders if holder is not None]
-        if all(
-            param is not None and param is not entry.param and param.shape == entry.param.shape
-            for param in now
-        ):
+        if all(param is not None and param is not entry.param for param in now):
             raise RuntimeError(
                 f"{entry.name} is no longer the one that its module uses: another Parameter has "
                 "taken its place, and this optimizer would go on updating the old one. Was it "

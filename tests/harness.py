@@ -188,7 +188,8 @@ class Pool:
     def __init__(self, size: int, may_leave: bool = False) -> None:
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+        # Why torch._dynamo: the first call of an optimizer imports it, which takes seconds.
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest"])
         self.may_leave = may_leave
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.directory = tempfile.TemporaryDirectory(prefix="onecopy-ranks-")

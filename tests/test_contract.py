@@ -101,6 +101,13 @@ class Recording(SGD):
         return ("result", closure)
 
 
+class Refusing(SGD):
+    """Takes no parameters at all."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError(f"not these: {len(param_group['params'])}")
+
+
 # ------------------------------------------------------------------ 1. class and constructor
 
 
@@ -598,6 +605,7 @@ def test_a_refused_group_changes_nothing(world: World) -> None:
         ({"params": [new, present]}, ValueError),
         ({"params": [new], "optimizer_class": torch.optim.LBFGS}, ValueError),
         ({"params": [new], "optimizer_class": "SGD"}, TypeError),
+        ({"params": [new], "optimizer_class": Refusing, "partition": "whole"}, ValueError),
         ({"params": [new], "partition": "halves"}, ValueError),
         ({"params": [new, 1]}, TypeError),
         ({"params": {new}}, TypeError),

@@ -303,3 +303,14 @@ def test_no_tensors_are_sent_as_no_message() -> None:
     rooms, post = through_the_post({0: [], 1: [torch.empty(0)]})
     assert rooms[0] == []
     assert post.sent_from == []
+
+
+def test_work_of_ones_own_is_done_once_while_parcels_are_on_their_way() -> None:
+    post = Post(rank=0)
+    sent = [torch.arange(5.0), torch.arange(70_000.0)]
+    send_tensors(post, sent, to=HOME)  # type: ignore[arg-type]
+    rooms = {0: [torch.zeros_like(t) for t in sent]}
+    seen = []
+    receive_tensors(post, rooms, lambda: seen.append(len(post.messages)))  # type: ignore[arg-type]
+    assert seen == [1]  # one of the two parcels has been asked for
+    assert all(map(same_bits, sent, rooms[0]))

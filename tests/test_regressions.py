@@ -27,7 +27,6 @@ from torch.optim import SGD, Adam, AdamW
 
 import onecopy
 from onecopy import ParamSpec, ZeroRedundancyOptimizer, make_plan
-from onecopy.parcels import PACKED_BYTES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that torch.jit.script is deprecated, by importing torch's own
@@ -106,7 +105,6 @@ def test_w10_w11_consolidation_sends_state_bytes_to_the_target_and_nothing_else(
     else:
         # The state as it is, and a short text that says what it is.
         assert state_bytes <= sent <= state_bytes + 4096
-    assert PACKED_BYTES <= 32 * 2**20  # what a bystander's staging may take at most
     if world.rank == target:  # nothing stays behind once a step has been taken
         assert opt._full_state is not None
     opt.step()
@@ -338,7 +336,7 @@ def test_w22_clipping_and_a_grad_scaler_are_bit_equal(world: World) -> None:
 @distributed(1, 2)
 def test_w26_mixed_dtypes_and_names_work_and_a_dtensor_is_refused(world: World) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     params = [("wide", vector()), ("narrow", Parameter(torch.ones(9, dtype=torch.bfloat16)))]
     opt = ZeroRedundancyOptimizer(params, SGD, lr=0.5)
@@ -348,7 +346,7 @@ def test_w26_mixed_dtypes_and_names_work_and_a_dtensor_is_refused(world: World) 
     assert all(torch.equal(param, torch.full_like(param, 0.5)) for _, param in params)
     assert opt.param_groups[0]["param_names"] == ["wide", "narrow"]
     mesh = init_device_mesh("cpu", (world.size,))
-    sharded = Parameter(distribute_tensor(torch.ones(8), mesh))
+    sharded = Parameter(DTensor.from_local(torch.ones(8), mesh))
     with pytest.raises(ValueError, match="DTensor"):
         ZeroRedundancyOptimizer([sharded], SGD, lr=0.1)
     assert error_of(TorchZero, params, SGD, lr=0.1) is TypeError

@@ -430,7 +430,7 @@ def test_frozen_parameters_have_no_state_until_they_are_trained(world: World) ->
 
     twins = Twins(partly_frozen, two_groups, torch.optim.Adam, lr=0.01).step(2)
     twins.assert_equal_dicts()
-    assert not {0, 3, 5}.isdisjoint(range(len(twins.params)))
+    assert len(twins.consolidated()["state"]) == len(twins.params) - 3
     for params in (twins.plain_params, twins.params):
         params[3].requires_grad_(True)
         params[4].requires_grad_(False)
@@ -731,7 +731,7 @@ def test_bystanders_allocate_at_most_one_parcel(world: World, partition: str) ->
     ours = {"partition": partition}
     twins = Twins(long_lists, one_group, torch.optim.AdamW, ours, lr=0.01).step()
     shard = sum(t.numel() * t.element_size() for t in own_tensors(twins.opt))
-    assert shard > 30_000
+    assert shard > 25_000
     twins.opt.consolidate_state_dict()
     small_things = 1024  # lengths and digests
     with small_parcels(), LiveBytes() as memory:
@@ -739,8 +739,9 @@ def test_bystanders_allocate_at_most_one_parcel(world: World, partition: str) ->
     if world.rank != 0:
         assert memory.peak <= 3000 + small_things
     else:
-        assert memory.peak > shard * (world.size - 1)  # it does see what is allocated
-    del memory
+        states = tensors_in(twins.plain.state_dict()["state"])
+        full = sum(t.numel() * t.element_size() for t in states)
+        assert memory.peak >= full  # it does see what is allocated
 
 
 @distributed(2, 3, 4)
@@ -898,11 +899,8 @@ def test_state_that_cannot_be_carried_is_named_on_all_ranks(world: World) -> Non
     opt = ZeroRedundancyOptimizer(params, Generators, partition="whole")
     set_gradients([params], 1)
     opt.step()
-    with pytest.raises((TypeError, ValueError), match=r"parameter 1 .*Generator") as caught:
+    with pytest.raises(TypeError, match=r"parameter 1 .*Generator"):
         opt.consolidate_state_dict()
-    kinds: list[Any] = [None] * world.size
-    dist.all_gather_object(kinds, type(caught.value).__name__)
-    assert set(kinds) == {"TypeError"}
     with pytest.raises(RuntimeError, match=rf"rank {world.rank}\b"):
         opt.state_dict()
     for state in opt.state.values():
@@ -1336,10 +1334,11 @@ def test_flags_of_the_implementation_are_loaded(world: World) -> None:
 @distributed(*ALL_SIZES)
 def test_fused_from_a_loaded_dict_gives_the_same_bits(world: World) -> None:
     full = Twins(matrices, one_group, torch.optim.Adam, lr=0.01, fused=True).step(2).consolidated()
+    full["param_groups"][0].update(lr=0.5, betas=(0.5, 0.6))
     twins = Twins(matrices, one_group, torch.optim.Adam, lr=0.01)
     twins.opt.load_state_dict(full)
     twins.plain.load_state_dict(copy.deepcopy(full))
-    twins.step(2)
+    twins.step(4)
 
 
 @distributed(*ALL_SIZES)
