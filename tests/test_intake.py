@@ -22,6 +22,7 @@ from onecopy.intake import (
     is_trainable,
     options_of,
     policy_of,
+    require_parameters,
     spec_of,
 )
 from onecopy.kinds import Kind
@@ -111,9 +112,6 @@ def test_an_empty_group_among_others_is_accepted() -> None:
         ([P, ("b", Q)], TypeError, "tuple"),
         ([{"lr": 1}], ValueError, r'"params".*lr'),
         ([{"params": [P]}, {}], ValueError, '"params"'),
-        ([{"params": []}], ValueError, "none of the parameter groups"),
-        ([{"params": []}, {"params": ()}], ValueError, "none of the parameter groups"),
-        ([{"params": iter(())}], ValueError, "none of the parameter groups"),
         ([{"params": 3}], TypeError, "int"),
         ([{"params": None}], TypeError, "NoneType"),
     ],
@@ -122,6 +120,16 @@ def test_an_empty_group_among_others_is_accepted() -> None:
 def test_what_is_not_parameters_is_refused(bad: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         as_groups(bad)
+
+
+@pytest.mark.parametrize(
+    "empty", [[{"params": []}], [{"params": []}, {"params": ()}], [{"params": iter(())}]], ids=len
+)
+def test_groups_that_hold_no_parameter_at_all_are_refused(empty: Any) -> None:
+    groups = as_groups(empty)
+    with pytest.raises(ValueError, match="none of the parameter groups"):
+        require_parameters(groups)
+    require_parameters([*groups, {"params": [P]}])
 
 
 def test_an_error_of_something_not_iterable_shows_where_it_came_from() -> None:
@@ -207,29 +215,35 @@ def test_a_class_that_is_no_optimizer_is_refused_by_name(bad: type) -> None:
         check_class(bad)
 
 
+def policy_for(
+    group: dict[str, Any], defaults: dict[str, Any] | None = None, partition: str = "auto"
+) -> GroupPolicy:
+    """Of a group in an optimizer whose own class is SGD."""
+    return policy_of({"params": [P], **group}, torch.optim.SGD, defaults or {}, partition)
+
+
 def test_the_class_and_partition_of_a_group_come_before_those_of_the_constructor() -> None:
-    sgd, adafactor = torch.optim.SGD, torch.optim.Adafactor
-    assert policy_of({}, sgd, {"lr": 1}, "auto") == policy(sgd)
-    assert policy_of({}, sgd, {}, "whole").kind is Kind.WHOLE
-    assert policy_of({"partition": "whole"}, sgd, {}, "auto").kind is Kind.WHOLE
-    assert policy_of({"partition": "elementwise"}, sgd, {}, "whole").kind is Kind.ELEMENTWISE
-    own = policy_of({"optimizer_class": adafactor}, sgd, {}, "auto")
-    assert own == policy(adafactor, Kind.WHOLE)
+    adafactor = torch.optim.Adafactor
+    assert policy_for({}, {"lr": 1}) == policy()
+    assert policy_for({}, partition="whole").kind is Kind.WHOLE
+    assert policy_for({"partition": "whole"}).kind is Kind.WHOLE
+    assert policy_for({"partition": "elementwise"}, partition="whole").kind is Kind.ELEMENTWISE
+    assert policy_for({"optimizer_class": adafactor}) == policy(adafactor, Kind.WHOLE)
+
+
+@pytest.mark.parametrize("option", ["fused", "differentiable"])
+def test_options_that_planning_must_know_come_from_the_group_or_the_constructor(
+    option: str,
+) -> None:
+    assert getattr(policy_for({}, {option: True}), option)
+    assert getattr(policy_for({option: True}), option)
+    assert not getattr(policy_for({option: False}, {option: True}), option)
+    assert not getattr(policy_for({option: None}), option)
+    other = {"optimizer_class": torch.optim.AdamW}
+    assert not getattr(policy_for(other, {option: True}), option)
 
 
 def test_keywords_of_the_constructor_reach_only_groups_of_its_class() -> None:
-    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
-    for option in ("fused", "differentiable"):
-
-        def is_on(group: dict[str, Any], defaults: dict[str, Any]) -> bool:
-            return getattr(policy_of(group, sgd, defaults, "auto"), option)
-
-        assert is_on({}, {option: True})
-        assert is_on({option: True}, {})
-        assert not is_on({option: False}, {option: True})
-        assert not is_on({option: None}, {})
-        assert not is_on({"optimizer_class": adamw}, {option: True})
-
     seen = []
 
     class Picky(torch.optim.SGD):
@@ -237,12 +251,33 @@ def test_keywords_of_the_constructor_reach_only_groups_of_its_class() -> None:
             seen.append(options)
             super().__init__(params, lr)
 
-    policy_of({"optimizer_class": Picky, "params": [P]}, sgd, {"momentum": 0.9}, "auto")
+    policy_for({"optimizer_class": Picky}, {"momentum": 0.9})
     assert seen
     assert all(options == {} for options in seen)
     seen.clear()
     policy_of({"mine": 1, "params": [P], "param_names": ["a"]}, Picky, {"theirs": 2}, "auto")
+    assert seen
     assert all(options == {"mine": 1, "theirs": 2} for options in seen)
+
+
+def test_a_class_is_tried_out_on_the_dtypes_of_the_group() -> None:
+    class Scaled(torch.optim.SGD):
+        """Scales narrow gradients by their largest element."""
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.dtype == torch.bfloat16:
+                    p.grad.div_(p.grad.abs().max())
+            return super().step(closure)
+
+    wide, narrow = param(3), param(3, dtype=torch.bfloat16)
+    for params, kind in (
+        ([wide], Kind.ELEMENTWISE),
+        ([narrow], Kind.WHOLE),
+        ([wide, narrow], Kind.WHOLE),
+        ([], Kind.ELEMENTWISE),
+    ):
+        assert policy_for({"params": params, "optimizer_class": Scaled}).kind is kind
 
 
 @pytest.mark.parametrize(
@@ -264,7 +299,7 @@ def test_a_group_with_a_bad_class_or_partition_is_refused(
     group: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        policy_of(group, torch.optim.SGD, {"lr": 0.1}, "auto")
+        policy_for(group, {"lr": 0.1})
 
 
 def test_options_are_what_is_neither_ours_nor_torchs() -> None:

@@ -94,6 +94,15 @@ class NotesRowsOfMatrices(Rule):
         return grad * group["lr"]
 
 
+class FactorisesLargeOnes(Rule):
+    """Elementwise on everything small, which is all that many a test would show it."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        if p.ndim > 1 and min(p.shape) >= 128:
+            return grad * group["lr"] / grad.norm(dim=-1, keepdim=True)
+        return grad * group["lr"]
+
+
 class CountsInATensorOfOne(Rule):
     """State of shape (1,), which a cut tensor's pieces could not be told from."""
 
@@ -264,6 +273,7 @@ def test_a_subclass_is_not_taken_for_its_parent() -> None:
         (RowNorm, Kind.WHOLE, "the rest of the tensor"),
         (DecaysMatricesOnly, Kind.WHOLE, "the rest of the tensor"),
         (RowStatistics, Kind.WHOLE, "not shaped like the parameter"),
+        (FactorisesLargeOnes, Kind.WHOLE, "large torch.float32 tensor depends on the rest"),
         (NotesRowsOfMatrices, Kind.WHOLE, "not shaped like the parameter"),
         (CountsInATensorOfOne, Kind.WHOLE, "not shaped like the parameter"),
         (HidesTensorsInAList, Kind.WHOLE, "not shaped like the parameter"),
@@ -328,6 +338,21 @@ def test_the_verdict_does_not_depend_on_options_tried_before(first: float) -> No
     is_elementwise(Clipped, max_norm=first)
     assert is_elementwise(Clipped, max_norm=float("inf"))
     assert not is_elementwise(Clipped, max_norm=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_kind_may_depend_on_the_dtype(dtype: torch.dtype) -> None:
+    class Scaled(Rule):
+        def change(
+            self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+        ) -> torch.Tensor:
+            return super().change(p, grad / grad.norm() if p.dtype == dtype else grad, group)
+
+    assert verdict(Scaled, {}).kind is Kind.ELEMENTWISE
+    assert verdict(Scaled, {}, [dtype]).kind is Kind.WHOLE
+    assert choose_kind(Scaled, {}, "auto", [torch.float32, dtype]) is Kind.WHOLE
+    assert choose_kind(Scaled, {}, "auto", [torch.float32]) is Kind.ELEMENTWISE
+    assert verdict(lion_pytorch.Lion, {}, [dtype]).kind is Kind.ELEMENTWISE
 
 
 def test_a_class_that_draws_random_numbers_is_not_cut_unasked() -> None:
