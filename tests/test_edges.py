@@ -210,7 +210,9 @@ def test_the_others_are_told_why_a_rank_does_not_come(world: World) -> None:
     opt = ZeroRedundancyOptimizer([param], FailsOnRankOne, lr=0.1)
     train(opt, [param])
     opt.param_groups[0]["fail"] = True
-    error, text = (ArithmeticError, "falling") if world.rank == 1 else (RuntimeError, "sky is falling")
+    error, text = (
+        (ArithmeticError, "falling") if world.rank == 1 else (RuntimeError, "sky is falling")
+    )
     with pytest.raises(error, match=text):
         train(opt, [param])
 
