@@ -113,6 +113,35 @@ def check_class(optimizer_class: Any) -> None:
         )
 
 
+def take_in(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], Exception | None]:
+    """The parameter groups, or why they are refused; told to all ranks once they can be reached."""
+    try:
+        groups = as_groups(params)
+        require_parameters(groups)
+        check_tensors(groups)
+        check_class(optimizer_class)
+    except (TypeError, ValueError) as error:
+        return [], error
+    return groups, None
+
+
+def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
+    params = (param for group in groups for param in group["params"])
+    first = next(params, None)
+    first = first[1] if isinstance(first, tuple) else first
+    return first.device if isinstance(first, torch.Tensor) else None
+
+
+def check_options(overlap_with_ddp: bool, check_every: int | None) -> None:
+    if overlap_with_ddp:
+        raise NotImplementedError(
+            "overlap_with_ddp=True is not available in this version: leave it out and call step() "
+            "after backward(); the results are the same"
+        )
+    if check_every is not None and check_every < 1:
+        raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
+
+
 def is_trainable(param: torch.Tensor) -> bool:
     """Whether the parameter is to be planned.
 

@@ -25,10 +25,11 @@ from onecopy.intake import (
     NOT_OPTIONS,
     GroupPolicy,
     as_groups,
-    check_class,
+    check_options,
     check_tensors,
+    first_device,
     policy_of,
-    require_parameters,
+    take_in,
 )
 from onecopy.join import OptimizerJoinHook, Party, find_party, follow_lender, lend_gradients
 from onecopy.local import LocalOptimizer, OwnedState, Replay
@@ -36,7 +37,7 @@ from onecopy.plan import Plan, make_plan
 from onecopy.replicas import require_equal_replicas
 from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
-from onecopy.state import Numbering, consolidate, take_stock
+from onecopy.state import as_plain_dict, consolidate, state_outside_the_plan, take_stock
 from onecopy.transport import Transport
 from onecopy.version import __version__
 from onecopy.watch import HomeWatch, MemoryWatch
@@ -86,9 +87,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self.initialized = False
-        groups, refusal = _checked(params, optimizer_class)
+        groups, refusal = take_in(params, optimizer_class)
         try:
-            self._transport = Transport(process_group, _first_device(groups))
+            self._transport = Transport(process_group, first_device(groups))
         except (ValueError, TypeError):
             if refusal is not None:
                 raise refusal from None
@@ -115,7 +116,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
-            _check_options(overlap_with_ddp, check_every)
+            check_options(overlap_with_ddp, check_every)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             for group in self.param_groups:
@@ -344,7 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             params = self._roster.params
             self._full_state = {
                 **{params[index]: state for index, state in gathered.items()},
-                **self._state_outside_the_plan(),
+                **state_outside_the_plan(self._local, self._roster, self._plan, self.param_groups),
             }
         elif self._full_state is None:
             self._why_no_state = f"the state was consolidated to rank {to}"
@@ -362,20 +363,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"rank {self.rank} has no state dict: {self._why_no_state}. Call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first"
             )
-        numbering = Numbering.of(self.param_groups)
-        numbered = {
-            numbering.ids[key]: dict(state)
-            for key, state in self._full_state.items()
-            if isinstance(key, torch.Tensor)
-        }
-        common = {k: s for k, s in self._full_state.items() if not isinstance(k, torch.Tensor)}
-        result: dict[str, Any] = {
-            "state": {**dict(sorted(numbered.items())), **common},
-            "param_groups": [
-                {**_without_our_keys(group), "params": ids}
-                for group, ids in zip(self.param_groups, numbering.groups, strict=True)
-            ],
-        }
+        result = as_plain_dict(self._full_state, self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
@@ -425,24 +413,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if late:
             self._plan_is_unconfirmed = True
             self._settle()
-
-    def _state_outside_the_plan(self) -> dict[Any, Any]:
-        """What a plain optimizer's dict holds besides the state of parameters that were trained:
-        state that is made in the constructor, also for frozen ones, and state of no parameter."""
-        found: dict[Any, Any] = {}
-        frozen = self._roster.unplanned(self._plan)
-        for number, (group, policy) in enumerate(
-            zip(self.param_groups, self._roster.policies, strict=True)
-        ):
-            entries = [self._roster.entries[index] for index in frozen]
-            params = [entry.param for entry in entries if entry.group == number]
-            made = self._local.state_made_at_once(policy.optimizer_class, group, params)
-            found.update({param: copy.deepcopy(state) for param, state in made.items()})
-        for inner in self._local.inners:
-            for key, value in inner.optimizer.state.items():
-                if not isinstance(key, torch.Tensor):
-                    found[key] = copy.deepcopy(value)
-        return found
 
     def _forget_full_state(self, why: str) -> None:
         self._full_state = None
@@ -533,36 +503,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             f"{type(self).__name__} cannot be pickled: this rank holds only its share of the "
             "state, and a process group. Save consolidate_state_dict() + state_dict() instead"
         )
-
-
-def _checked(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], Exception | None]:
-    """The parameter groups, or why they are refused; told to all ranks once they can be reached."""
-    try:
-        groups = as_groups(params)
-        require_parameters(groups)
-        check_tensors(groups)
-        check_class(optimizer_class)
-    except (TypeError, ValueError) as error:
-        return [], error
-    return groups, None
-
-
-def _first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
-    params = (param for group in groups for param in group["params"])
-    first = next(params, None)
-    first = first[1] if isinstance(first, tuple) else first
-    return first.device if isinstance(first, torch.Tensor) else None
-
-
-def _check_options(overlap_with_ddp: bool, check_every: int | None) -> None:
-    if overlap_with_ddp:
-        raise NotImplementedError(
-            "overlap_with_ddp=True is not available in this version: leave it out and call step() "
-            "after backward(); the results are the same"
-        )
-    if check_every is not None and check_every < 1:
-        raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
-
-
-def _without_our_keys(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS - {"param_names"}}

@@ -7,6 +7,7 @@ allocate at most one parcel. Nothing is pickled.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from onecopy.buffers import flat_range, is_dense
+from onecopy.intake import OUR_KEYS
 from onecopy.local import LocalOptimizer
 from onecopy.parcels import Form, NotPlain, decode, encode, receive_tensors, send_tensors
 from onecopy.plan import Piece, Plan
+from onecopy.roster import Roster
 from onecopy.transport import Transport, bytes_from_tensor, tensor_from_bytes
 
 State = dict[str, Any]
@@ -44,6 +47,45 @@ class Numbering:
             numbers.append([ids[param] for param in group["params"]])
             start += len(group["params"])
         return cls(ids, numbers)
+
+
+def as_plain_dict(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """State by parameter, or by a key of the class's own, in the format of ``torch.optim``."""
+    numbering = Numbering.of(groups)
+    of_params = {
+        numbering.ids[key]: dict(state)
+        for key, state in states.items()
+        if isinstance(key, torch.Tensor)
+    }
+    common = {key: state for key, state in states.items() if not isinstance(key, torch.Tensor)}
+    return {
+        "state": {**dict(sorted(of_params.items())), **common},
+        "param_groups": [
+            {**{k: v for k, v in group.items() if k not in OUR_KEYS}, "params": ids}
+            for group, ids in zip(groups, numbering.groups, strict=True)
+        ],
+    }
+
+
+def state_outside_the_plan(
+    local: LocalOptimizer, roster: Roster, plan: Plan, groups: Sequence[Mapping[str, Any]]
+) -> dict[Any, Any]:
+    """What a plain optimizer's dict holds besides the state of parameters that were trained.
+
+    That is state which a class makes in its constructor, for frozen parameters too, and state
+    that belongs to no parameter.
+    """
+    found: dict[Any, Any] = {}
+    frozen = [roster.entries[index] for index in roster.unplanned(plan)]
+    for number, (group, policy) in enumerate(zip(groups, roster.policies, strict=True)):
+        params = [entry.param for entry in frozen if entry.group == number]
+        made = local.state_made_at_once(policy.optimizer_class, group, params)
+        found.update({param: copy.deepcopy(state) for param, state in made.items()})
+    for inner in local.inners:
+        for key, value in inner.optimizer.state.items():
+            if not isinstance(key, torch.Tensor):
+                found[key] = copy.deepcopy(value)
+    return found
 
 
 # -------------------------------------------------------------------------- gathering

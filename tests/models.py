@@ -103,7 +103,7 @@ class TiedNet(nn.Module):
 
 
 class MixedNet(nn.Module):
-    """float32, bfloat16 and float64 in one model."""
+    """float32, bfloat16 and float64 in one model, with gradients large enough for bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class MixedNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.usual(x)).bfloat16()
-        return self.wide(torch.tanh(self.narrow(x)).double()).square().mean()
+        return self.wide(torch.tanh(self.narrow(x)).double()).square().sum()
 
     def batch(self, seed: Iterable[int]) -> torch.Tensor:
         return noise(6, 9, seed=seed)

@@ -725,34 +725,38 @@ def test_a_subgroup_whose_ranks_are_not_in_order_is_bit_equal(world: World) -> N
 def test_all_gather_and_broadcasts_of_other_backends_are_bit_equal(
     world: World, bucket_view: bool
 ) -> None:
-    gathers: list[int] = []
-    broadcasts: list[int] = []
+    calls: list[str] = []
     all_gather, broadcast = onecopy.transport._all_gather_single, dist.broadcast
     zero = {"parameters_as_bucket_view": bucket_view}
 
-    def count_gather(*args: Any, **kwargs: Any) -> Any:
-        gathers.append(1)
-        return all_gather(*args, **kwargs)
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
 
-    def count_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        broadcasts.append(1)
-        return broadcast(tensor, *args, **kwargs)
+        return call
+
+    def steps_call(twins: Twins) -> set[str]:
+        """What our steps use; DDP has its own ways."""
+        twins.train(1)
+        twins.backward()
+        twins.plain.step()
+        calls.clear()
+        twins.optimizer.step()
+        twins.assert_equal()
+        twins.assert_moved()
+        return set(calls)
 
     with pytest.MonkeyPatch.context() as patch:
         # gloo under another name is treated as any backend that we do not know.
         patch.setattr(onecopy.transport, "_backends", lambda _: {"cpu": "another"})
-        patch.setattr(onecopy.transport, "_all_gather_single", count_gather)
+        patch.setattr(onecopy.transport, "_all_gather_single", noted("all_gather", all_gather))
+        patch.setattr(dist, "broadcast", noted("broadcast", broadcast))
         for model in (Mlp(), Mlp(width=16), MixedNet(), TiedNet(), ConvNet()):
-            twins = Twins(world, model, AdamW, zero=zero, lr=0.01)
-            twins.train(1)
-            patch.setattr(dist, "broadcast", count_broadcast)
-            twins.train(2)
-            patch.setattr(dist, "broadcast", broadcast)
-            twins.assert_moved()
-        assert gathers
-        assert broadcasts
-        twins = Twins(world, Mlp(width=15), SGD, zero={**zero, "partition": "whole"}, lr=0.1)
-        twins.train(2)
+            assert steps_call(Twins(world, model, AdamW, zero=zero, lr=0.01)) == {"all_gather"}
+        for model in (Mlp(), MixedNet(), ConvNet()):
+            whole = {**zero, "partition": "whole"}
+            assert steps_call(Twins(world, model, SGD, zero=whole, lr=0.1)) == {"broadcast"}
 
 
 @distributed(2, 3, 4)
