@@ -61,7 +61,7 @@ def as_plain_dict(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]
     return {
         "state": {**dict(sorted(of_params.items())), **common},
         "param_groups": [
-            {**{k: v for k, v in group.items() if k not in OUR_KEYS}, "params": ids}
+            {**{k: v for k, v in group.items() if k not in {*OUR_KEYS, "params"}}, "params": ids}
             for group, ids in zip(groups, numbering.groups, strict=True)
         ],
     }
