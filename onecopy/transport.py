@@ -4,9 +4,9 @@ Collectives run on a process group of our own, so that nothing on the user's gro
 with them. They are launched from one thread, in the same order on every rank, and depend on the
 plan only. Each function takes prepared contiguous tensors and returns a :class:`Pending`.
 
-Primitives per backend. On gloo, sends from the owner to everybody beat its ``all_gather`` by a
-factor of four and use both directions of the wire; other backends have a good ``all_gather`` for
-equal slots, and broadcasts for the rest.
+Primitives per backend. On gloo the owner sends to everybody, in place and in both directions of the
+wire at once; other backends have a good ``all_gather`` for equal slots, and broadcasts for the
+rest.
 
 Each rank keeps a note of where it is in the c10d store. When a collective fails because a rank is
 missing, every other rank reads the notes and raises the same error: who was where.
