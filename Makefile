@@ -17,7 +17,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-torch lint types format \
-        bench-balance bench-plan bench-consolidate clean
+        bench-balance bench-plan bench-cuts bench-consolidate clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -52,6 +52,9 @@ bench-balance: $(VENV)/.installed ## how evenly plans load the ranks
 
 bench-plan: $(VENV)/.installed ## how long planning takes
 	$(BIN)/python benchmarks/plan.py
+
+bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
+	$(BIN)/python benchmarks/cuts.py
 
 bench-consolidate: $(VENV)/.installed ## time and memory of collecting the full state
 	$(BIN)/python benchmarks/consolidate.py

@@ -115,11 +115,15 @@ class FlatHomes:
             flat = torch.zeros(stream.stop, dtype=like.dtype, device=like.device)
             for index, start in zip(stream.params, stream.starts, strict=True):
                 param = params[index]
-                if is_dense(param) and fills_its_storage(param):
+                if index in self._homes or (is_dense(param) and fills_its_storage(param)):
                     self._homes[index] = flat.as_strided(param.shape, param.stride(), start)
             self._flats.append(flat)
             self._complete.append(all(index in self._homes for index in stream.params))
         self.bring_home(params)
+
+    def move_out(self) -> None:
+        """Forget the streams, which belong to another plan; who lived in them moves on."""
+        self._flats, self._complete = [], []
 
     def bring_home(self, params: Sequence[torch.Tensor]) -> None:
         """Move in what is new, and move back what was given other memory in the meantime."""

@@ -106,6 +106,13 @@ class LocalOptimizer:
                 self.pieces.append(owned)
                 self._of_param.setdefault(param, []).append(owned)
 
+    def disown(self) -> None:
+        """Let go of all pieces and of their state, to own those of another plan."""
+        self.pieces, self._of_param = [], {}
+        for inner in self._inners.values():
+            for key in [key for key in inner.optimizer.state if isinstance(key, torch.Tensor)]:
+                del inner.optimizer.state[key]
+
     def build(
         self, groups: Sequence[Mapping[str, Any]], classes: Sequence[type[Optimizer]]
     ) -> None:

@@ -219,6 +219,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _follow_changes(self, party: Party | None = None) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
         self._roster.require_same_groups(self.param_groups)
+        if self.world_size > 1:
+            self._roster.require_plan_fits_options(self.param_groups)
         self._in_modules.require_in_place()
         unfrozen = self._roster.to_plan(self._plan)
         if party is not None:
@@ -396,21 +398,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             post_hook(self)
 
     def _load(self, loadable: Loadable) -> None:
-        """All inner optimizers load, or nothing has changed."""
-        plan, undo = self._plan, self._local.snapshot()
-        # A frozen parameter that has state is planned now: it would be lost otherwise. Loading is
-        # not collective; whether all ranks loaded the same dict is compared in the next step.
-        params = self._roster.params
-        late = [i for i in self._roster.unplanned(plan) if params[i] in loadable.states]
+        """All inner optimizers load, or nothing has changed.
+
+        A frozen parameter that has state is planned now: it would be lost otherwise. Where loaded
+        options forbid the cuts of the plan, another is made: all state is replaced anyway. Loading
+        is not collective; whether all ranks loaded the same dict is compared in the next step.
+        """
+        plan, roster, undo = self._plan, self._roster, self._local.snapshot()
+        late = [i for i in roster.unplanned(plan) if roster.params[i] in loadable.states]
+        fitting = roster.with_options(loadable.groups) if self.world_size > 1 else roster
         try:
-            if late:
-                self._own(self._roster.extend(plan, late))
+            if fitting is not roster:
+                self._roster = fitting
+                self._local.disown()
+                self._own(fitting.extend(plan.emptied(), [*sorted(plan.params), *late]))
+            elif late:
+                self._own(roster.extend(plan, late))
             load(self._local, loadable)
         except Exception:
-            self._plan = plan
+            self._plan, self._roster = plan, roster
             undo()
             raise
-        if late:
+        if fitting is not roster and self._homes is not None:
+            self._homes.move_out()
+        if self._plan is not plan:
             self._plan_is_unconfirmed = True
             self._settle()
 

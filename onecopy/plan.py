@@ -255,6 +255,10 @@ class Plan:
         """A plan for these parameters too, in which every existing piece stays where it is."""
         return _extend(self, tuple(specs))
 
+    def emptied(self) -> Plan:
+        """A plan of nothing, for as many ranks and buckets of the same size."""
+        return Plan(self.world_size, self.bucket_bytes)
+
 
 def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25) -> Plan:
     """Plan the ownership of parameters over ``world_size`` ranks.

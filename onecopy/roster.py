@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,11 @@ class Entry:
     param: torch.Tensor
     name: str
     group: int
+
+
+def _turns_fused(policy: GroupPolicy, options: Mapping[str, Any]) -> bool:
+    may_be_cut = policy.kind is Kind.ELEMENTWISE
+    return may_be_cut and bool(options.get("fused")) and not policy.fused
 
 
 class GroupsChanged(RuntimeError, AssertionError):
@@ -70,6 +75,24 @@ class Roster:
                 "the parameters in param_groups are not those that were given: changing the lists "
                 "by hand has no effect here. Use add_param_group(...) on all ranks, or build "
                 "another optimizer"
+            )
+
+    def with_options(self, groups: Sequence[Mapping[str, Any]]) -> Roster:
+        """A roster for groups with these options; this one where nothing changes for a plan."""
+        policies = tuple(
+            replace(policy, fused=True) if _turns_fused(policy, group) else policy
+            for policy, group in zip(self.policies, groups, strict=True)
+        )
+        return self if policies == self.policies else replace(self, policies=policies)
+
+    def require_plan_fits_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if options were changed by hand that decide where tensors may be cut."""
+        if self.with_options(groups) is not self:
+            raise RuntimeError(
+                "fused was switched on after the optimizer was built. Fused kernels round the "
+                "elements next to a cut in another way, so tensors were cut where only the other "
+                "implementations give the bits of the unsharded class. Pass fused=True to the "
+                "constructor or in the group, or load a state dict whose groups have it"
             )
 
     @cached_property

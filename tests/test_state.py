@@ -1331,23 +1331,55 @@ def test_flags_of_the_implementation_are_loaded(world: World) -> None:
         assert twins.opt.optim.param_groups[0][flag] is True
 
 
+@pytest.mark.parametrize("bucket_view", [False, True])
 @distributed(*ALL_SIZES)
-def test_fused_from_a_loaded_dict_takes_effect_and_agrees_to_rounding(world: World) -> None:
-    # Where tensors may be cut without changing bits is decided when the optimizer is built: with
-    # fused=True from the start the bits are the same (test_parity), switched on later they may
-    # differ in the last place.
+def test_fused_from_a_loaded_dict_gives_the_same_bits(world: World, bucket_view: bool) -> None:
     full = Twins(matrices, one_group, torch.optim.Adam, lr=0.01, fused=True).step(2).consolidated()
     full["param_groups"][0].update(lr=0.5, betas=(0.5, 0.6))
-    twins = Twins(matrices, one_group, torch.optim.Adam, lr=0.01)
+    twins = Twins(
+        matrices, one_group, torch.optim.Adam, {"parameters_as_bucket_view": bucket_view}, lr=0.01
+    ).step(3)
     twins.opt.load_state_dict(full)
     twins.plain.load_state_dict(copy.deepcopy(full))
-    for step in range(3, 7):
-        set_gradients([twins.plain_params, twins.params], step)
-        twins.plain.step()
-        twins.opt.step()
+    twins.step(4)
     assert twins.opt.optim.param_groups[0]["fused"] is True
-    torch.testing.assert_close(twins.params, twins.plain_params, rtol=1e-6, atol=1e-6)
+    assert_same(twins.consolidated(), twins.plain.state_dict(), ordered=False)
     twins.opt.assert_replicas_equal()
+
+
+class RefusingAdam(torch.optim.Adam):
+    """Loads nothing that is fused, and says so late."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.param_groups[0]["fused"]:
+            raise ValueError("not fused")
+
+
+@distributed(2, 3)
+def test_a_refused_load_that_turns_fused_on_changes_nothing(world: World) -> None:
+    twins = Twins(matrices, one_group, RefusingAdam, lr=0.01).step(2)
+    bad = copy.deepcopy(twins.consolidated())
+    for tensor in tensors_in(bad):
+        tensor.fill_(50.0)
+    bad["param_groups"][0].update(fused=True, lr=50.0)
+    expect_refusal(twins, bad, ValueError)
+    twins.step(2)
+
+
+@distributed(*ALL_SIZES)
+def test_fused_switched_on_by_hand_is_refused_where_tensors_are_cut(world: World) -> None:
+    twins = Twins(matrices, one_group, torch.optim.Adam, lr=0.01).step(2)
+    for optimizer in (twins.plain, twins.opt):
+        optimizer.param_groups[0]["fused"] = True
+    if world.size == 1:
+        twins.step(2)
+        return
+    with pytest.raises(RuntimeError, match="fused=True"):
+        twins.opt.step()
+    for optimizer in (twins.plain, twins.opt):
+        optimizer.param_groups[0]["fused"] = None
+    twins.step(2)
 
 
 @distributed(*ALL_SIZES)
