@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from onecopy.plan import Plan
+from onecopy.plan import Plan, Stream
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -104,12 +104,19 @@ class FlatHomes:
     """
 
     def __init__(self) -> None:
-        self._flats: list[torch.Tensor] = []  # one per stream of the plan
+        self._streams: tuple[Stream, ...] = ()  # those of the plan, each with ...
+        self._flats: list[torch.Tensor] = []  # ... its storage
         self._complete: list[bool] = []  # whether all parameters of the stream live in it
         self._homes: dict[int, torch.Tensor] = {}
 
     def adopt(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
-        """Give homes to the parameters of the plan's streams that have none yet."""
+        """Give homes to the parameters of the plan's streams that have none yet.
+
+        If the plan does not extend the one before, everybody moves.
+        """
+        if plan.streams[: len(self._streams)] != self._streams:
+            self._flats, self._complete = [], []
+        self._streams = plan.streams
         for stream in plan.streams[len(self._flats) :]:
             like = params[stream.params[0]]
             flat = torch.zeros(stream.stop, dtype=like.dtype, device=like.device)
@@ -120,10 +127,6 @@ class FlatHomes:
             self._flats.append(flat)
             self._complete.append(all(index in self._homes for index in stream.params))
         self.bring_home(params)
-
-    def move_out(self) -> None:
-        """Forget the streams, which belong to another plan; who lived in them moves on."""
-        self._flats, self._complete = [], []
 
     def bring_home(self, params: Sequence[torch.Tensor]) -> None:
         """Move in what is new, and move back what was given other memory in the meantime."""

@@ -19,8 +19,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
-from onecopy.buffers import FlatHomes
-from onecopy.gatherer import Gatherer
 from onecopy.intake import (
     NOT_OPTIONS,
     GroupPolicy,
@@ -35,12 +33,12 @@ from onecopy.join import OptimizerJoinHook, Party, find_party, follow_lender, le
 from onecopy.local import LocalOptimizer, OwnedState, Replay
 from onecopy.plan import Plan, make_plan
 from onecopy.replicas import require_equal_replicas
-from onecopy.restore import Loadable, checked, load
+from onecopy.restore import checked, load
 from onecopy.roster import Roster
+from onecopy.shards import Shards
 from onecopy.state import as_plain_dict, consolidate, state_outside_the_plan, take_stock
 from onecopy.transport import Transport
 from onecopy.version import __version__
-from onecopy.watch import HomeWatch, MemoryWatch
 
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
 _MOVES_PARAMETERS = ("train", "eval")
@@ -104,12 +102,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._check_every = check_every
         self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
         self._steps = 0
-        self._roster = Roster()
-        self._local = LocalOptimizer(optimizer_class, defaults)
-        self._homes = FlatHomes() if parameters_as_bucket_view else None
-        self._gatherer = Gatherer(self._transport)
-        self._memory = MemoryWatch()
-        self._plan_is_unconfirmed = False
         self._full_state: dict[Any, Any] | None = None
         self._why_no_state = "no state dict has been consolidated"
 
@@ -119,71 +111,40 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_options(overlap_with_ddp, check_every)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
-            for group in self.param_groups:
-                self._roster = self._roster.with_group(group, self._policy(group, defaults))
+            local = LocalOptimizer(optimizer_class, defaults)
             plan = make_plan([], self.world_size, bucket_mb)
-            self._plan = self._roster.extend(plan, self._roster.to_plan(plan))
-            self._local.own(self._plan, self.rank, self._roster.params)
-            classes = [policy.optimizer_class for policy in self._roster.policies]
-            self._local.build(self.param_groups, classes)
-            self._local.options_out(self.param_groups)
-            return self._description(self._plan)
+            self._shards = Shards(self._transport, local, plan, parameters_as_bucket_view)
+            policies = [self._policy(group, defaults) for group in self.param_groups]
+            self._shards.admit(self.param_groups, policies)
+            local.build(self.param_groups, [policy.optimizer_class for policy in policies])
+            local.options_out(self.param_groups)
+            return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
         self.defaults = self._local.defaults
         self.state = OwnedState(self._local)  # type: ignore[assignment]
-        self._in_modules = HomeWatch(self._roster.entries)
-        self._settle()
+        self._shards.look_for_modules()
+        self._shards.settle()
         self._transport.note("optimizer built")
         self.initialized = True
 
     # ------------------------------------------------------------------ parameters and the plan
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, on all ranks. No existing piece moves; a state dict consolidated before is
-        dropped. If it is refused, on any rank, nothing has changed."""
-        if not self.initialized:  # the base class's constructor adds the groups one by one
-            Optimizer.add_param_group(self, param_group)
-            return
-        self._transport.note("adding a parameter group")
-        before, undo_local = len(self.param_groups), self._local.snapshot()
-        roster, plan = self._roster, self._plan
+    @property
+    def _local(self) -> LocalOptimizer:
+        return self._shards.local
 
-        def prepare() -> list[str]:
-            if not isinstance(param_group, dict):
-                raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
-            roster.require_same_groups(self.param_groups)
-            (group,) = as_groups([param_group])
-            check_tensors([*self.param_groups, group])
-            self._local.options_in(self.param_groups)
-            self._add_to_base(group)
-            self._roster = roster.with_group(group, self._policy(group, self.defaults))
-            self._plan = self._roster.extend(plan, self._roster.to_plan(plan))
-            self._local.own(self._plan, self.rank, self._roster.params)
-            self._local.add_group(before, group, self._roster.policies[-1].optimizer_class)
-            self._local.options_out(self.param_groups)
-            return self._description(self._plan)
+    @property
+    def _roster(self) -> Roster:
+        return self._shards.roster
 
-        try:
-            agree(self._transport, "adding a parameter group", prepare)
-        except Exception:
-            del self.param_groups[before:]
-            self._roster, self._plan = roster, plan
-            undo_local()
-            raise
-        self.defaults = self._local.defaults
-        self._forget_full_state("a parameter group was added after the last consolidation")
-        self._in_modules = HomeWatch(self._roster.entries)
-        self._settle()
+    @property
+    def _plan(self) -> Plan:
+        return self._shards.plan
 
-    def _add_to_base(self, group: dict[str, Any]) -> None:
-        """The base class's checks, without its defaults: a group may be of another class, and the
-        inner optimizer completes it."""
-        defaults, self.defaults = self.defaults, {}
-        try:
-            Optimizer.add_param_group(self, group)
-        finally:
-            self.defaults = defaults
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        return self._roster.params
 
     def _policy(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
         policy = policy_of(group, self._optimizer_class, defaults, self._partition)
@@ -194,68 +155,80 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         return policy
 
-    @property
-    def _all_params(self) -> list[torch.Tensor]:
-        return self._roster.params
-
-    def _description(self, plan: Plan) -> list[str]:
+    def _description(self) -> list[str]:
         """What all ranks must hold alike."""
         return [
             f"onecopy {__version__}, {self.world_size} ranks, {self._steps} steps taken",
-            f"bucket_mb={plan.bucket_bytes / 2**20:g}, check_every={self._check_every}, "
-            f"parameters_as_bucket_view={self.parameters_as_bucket_view}, "
-            f"ONECOPY_CHECK={'step' if self._check_steps else ''}",
-            *self._roster.description(self.param_groups, plan, with_storage=bool(self._homes)),
+            f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}",
+            *self._shards.description(self.param_groups),
         ]
 
-    def _settle(self) -> None:
-        """Prepare memory and transfers for the plan as it is now."""
-        if self._homes is not None:
-            self._homes.adopt(self._plan, self._roster.params)
-        self._local.rebind()
-        self._gatherer.prepare(self._plan, self._roster.params, self._homes)
-        self._memory.remember(self._roster.planned(self._plan))
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, on all ranks. No existing piece moves; a state dict consolidated before is
+        dropped. If it is refused, on any rank, nothing has changed."""
+        if not self.initialized:  # the base class's constructor adds the groups one by one
+            Optimizer.add_param_group(self, param_group)
+            return
+        self._transport.note("adding a parameter group")
+        before = len(self.param_groups)
+
+        def prepare() -> list[str]:
+            if not isinstance(param_group, dict):
+                raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
+            self._roster.require_same_groups(self.param_groups)
+            (group,) = as_groups([param_group])
+            check_tensors([*self.param_groups, group])
+            self._local.options_in(self.param_groups)
+            self._add_to_base(group)
+            policy = self._policy(group, self.defaults)
+            self._shards.admit([group], [policy])
+            self._local.add_group(before, group, policy.optimizer_class)
+            self._local.options_out(self.param_groups)
+            return self._description()
+
+        try:
+            with self._shards.all_or_nothing():
+                agree(self._transport, "adding a parameter group", prepare)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        self.defaults = self._local.defaults
+        self._forget_full_state("a parameter group was added after the last consolidation")
+        self._shards.look_for_modules()
+        self._shards.settle()
+
+    def _add_to_base(self, group: dict[str, Any]) -> None:
+        """The base class's checks, without its defaults: a group may be of another class, and the
+        inner optimizer completes it."""
+        defaults, self.defaults = self.defaults, {}
+        try:
+            Optimizer.add_param_group(self, group)
+        finally:
+            self.defaults = defaults
 
     def _follow_changes(self, party: Party | None = None) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
-        self._roster.require_same_groups(self.param_groups)
-        if self.world_size > 1:
-            self._roster.require_plan_fits_options(self.param_groups)
-        self._in_modules.require_in_place()
+        self._shards.require_untouched(self.param_groups)
         unfrozen = self._roster.to_plan(self._plan)
         if party is not None:
             unfrozen = follow_lender(self._transport, party, self.param_groups, unfrozen)
-        if unfrozen or self._plan_is_unconfirmed:
+        if unfrozen or not self._shards.is_confirmed:
             self._take_in(unfrozen)
-        if self._memory.has_moved():
-            if self.world_size > 1 or self._homes is not None:
-                self._memory.require_same_form()
-            self._settle()
+        self._shards.follow_memory()
 
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan, on all ranks alike."""
         doing = f"taking in unfrozen parameters in step {self._steps}"
         self._transport.note(doing, same_place=True)
-        before, undo = self._plan, self._local.snapshot()
 
         def prepare() -> list[str]:
-            self._own(self._roster.extend(before, unfrozen))
-            return self._description(self._plan)
+            self._shards.extend(self.param_groups, unfrozen)
+            return self._description()
 
-        try:
+        with self._shards.all_or_nothing():
             agree(self._transport, "taking in unfrozen parameters", prepare)
-        except Exception:
-            self._plan = before
-            undo()
-            raise
-        self._plan_is_unconfirmed = False
-        self._settle()
-
-    def _own(self, plan: Plan) -> None:
-        """Take over this rank's pieces of what an extended plan has gained."""
-        self._plan = plan
-        self._local.own(plan, self.rank, self._roster.params)
-        self._local.refill_groups(self.param_groups)
+        self._shards.is_confirmed = True
+        self._shards.settle()
 
     # ------------------------------------------------------------------ step
 
@@ -279,7 +252,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         party = find_party(self._transport, joined) if self._join_config.enable else None
         self._follow_changes(party)
         if self._check_steps:
-            require_agreement(self._transport, "checking a step", self._description(self._plan))
+            require_agreement(self._transport, "checking a step", self._description())
         borrowed = None
         if party is not None:
             borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
@@ -300,7 +273,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._transport.note(f"step {self._steps} raised {error!r}", same_place=True)
             raise
         self._local.options_out(self.param_groups)
-        self._gatherer.gather()
+        self._shards.gather()
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")
@@ -383,7 +356,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._load(checked(state_dict, self.param_groups, self._roster.cuttable()))
+        loadable = checked(state_dict, self.param_groups, self._roster.cuttable())
+        plan = self._plan
+        with self._shards.all_or_nothing():
+            self._shards.make_room_for(self.param_groups, loadable.states, loadable.groups)
+            load(self._local, loadable)
+        if self._plan is not plan:
+            self._shards.settle()
         for group, inner, saved in zip(
             self.param_groups, self._local.param_groups, state_dict["param_groups"], strict=True
         ):
@@ -396,34 +375,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._forget_full_state("a state dict was loaded after the last consolidation")
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load(self, loadable: Loadable) -> None:
-        """All inner optimizers load, or nothing has changed.
-
-        A frozen parameter that has state is planned now: it would be lost otherwise. Where loaded
-        options forbid the cuts of the plan, another is made: all state is replaced anyway. Loading
-        is not collective; whether all ranks loaded the same dict is compared in the next step.
-        """
-        plan, roster, undo = self._plan, self._roster, self._local.snapshot()
-        late = [i for i in roster.unplanned(plan) if roster.params[i] in loadable.states]
-        fitting = roster.with_options(loadable.groups) if self.world_size > 1 else roster
-        try:
-            if fitting is not roster:
-                self._roster = fitting
-                self._local.disown()
-                self._own(fitting.extend(plan.emptied(), [*sorted(plan.params), *late]))
-            elif late:
-                self._own(roster.extend(plan, late))
-            load(self._local, loadable)
-        except Exception:
-            self._plan, self._roster = plan, roster
-            undo()
-            raise
-        if fitting is not roster and self._homes is not None:
-            self._homes.move_out()
-        if self._plan is not plan:
-            self._plan_is_unconfirmed = True
-            self._settle()
 
     def _forget_full_state(self, why: str) -> None:
         self._full_state = None
@@ -456,10 +407,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""
-        local = self.__dict__.get("_local")
-        if local is None or name.startswith("_"):
+        shards = self.__dict__.get("_shards")
+        if shards is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        having = [i.optimizer for i in local.inners if hasattr(i.optimizer, name)]
+        having = [i.optimizer for i in shards.local.inners if hasattr(i.optimizer, name)]
         if not having:
             raise AttributeError(
                 f"neither {type(self).__name__} nor {self._optimizer_class.__name__} has an "
@@ -484,7 +435,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
         self._local.options_out(self.param_groups)
-        self._gatherer.gather()
+        self._shards.gather()
 
     # ------------------------------------------------------------------ copying
 
@@ -492,21 +443,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """A working optimizer on copies of the parameters, in the same process group."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        memo[id(self._plan)] = self._plan
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "state", "_homes", "_gatherer", "_memory", "_in_modules", "_full_state"}
+        left = {"step", "state", "_shards", "_full_state"}
         for key, value in self.__dict__.items():
             if key not in left and not (key.startswith("_optimizer_") and key.endswith("_hooks")):
                 new.__dict__[key] = copy.deepcopy(value, memo)
+        local, roster = copy.deepcopy((self._local, self._roster), memo)
+        new._shards = self._shards.copied(local, roster)
         new._forget_full_state("this optimizer is a copy that was not consolidated")
         Optimizer.__setstate__(new, {})
-        new.state = OwnedState(new._local)  # type: ignore[assignment]
-        new._homes = None if self._homes is None else FlatHomes()
-        new._gatherer = Gatherer(self._transport)
-        new._memory = MemoryWatch()
-        new._in_modules = HomeWatch(new._roster.entries)
-        new._settle()
+        new.state = OwnedState(local)  # type: ignore[assignment]
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -27,6 +27,7 @@ ORDER = (
     "replicas",
     "local",
     "gatherer",
+    "shards",
     "state",
     "restore",
     "join",

@@ -1,0 +1,134 @@
+"""What this rank holds, and where: the plan, its pieces, and the memory of the parameters.
+
+These change together: a group is added, a parameter is unfrozen, a state dict is loaded. Each such
+change happens inside ``all_or_nothing``, and then ``settle`` prepares memory and transfers for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from onecopy.buffers import FlatHomes
+from onecopy.gatherer import Gatherer
+from onecopy.intake import GroupPolicy
+from onecopy.local import LocalOptimizer
+from onecopy.plan import Plan
+from onecopy.roster import Roster
+from onecopy.transport import Transport
+from onecopy.watch import HomeWatch, MemoryWatch
+
+Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
+
+
+class Shards:
+    def __init__(
+        self, transport: Transport, local: LocalOptimizer, plan: Plan, bucket_view: bool
+    ) -> None:
+        self.local = local
+        self.plan = plan  # of nothing, at first
+        self.roster = Roster()
+        self.is_confirmed = True  # all ranks are known to hold the same plan
+        self._transport = transport
+        self._homes = FlatHomes() if bucket_view else None
+        self._gatherer = Gatherer(transport)
+        self._memory = MemoryWatch()
+        self._in_modules = HomeWatch(())
+
+    # ------------------------------------------------------------------ changing
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """If the block raises, roster, plan, pieces and state are as before."""
+        roster, plan, confirmed = self.roster, self.plan, self.is_confirmed
+        undo_local = self.local.snapshot()
+        try:
+            yield
+        except Exception:
+            self.roster, self.plan, self.is_confirmed = roster, plan, confirmed
+            undo_local()
+            raise
+
+    def admit(self, groups: Groups, policies: Sequence[GroupPolicy]) -> None:
+        """Take in new groups, and own this rank's pieces of what is trainable in them."""
+        for group, policy in zip(groups, policies, strict=True):
+            self.roster = self.roster.with_group(group, policy)
+        self._own(self.roster.extend(self.plan, self.roster.to_plan(self.plan)))
+
+    def extend(self, groups: Groups, new: Sequence[int]) -> None:
+        """Plan parameters that were left out so far."""
+        self._own(self.roster.extend(self.plan, new))
+        self.local.refill_groups(groups)
+
+    def make_room_for(self, groups: Groups, states: Mapping[Any, Any], options: Groups) -> None:
+        """Change the plan as these states and options demand, which are to replace the present.
+
+        A frozen parameter that has state is planned: it would be lost otherwise. Where options
+        forbid the cuts of the plan, another is made. Loading is not collective; whether all ranks
+        were given the same is compared in the next step.
+        """
+        before = self.plan
+        late = [i for i in self.roster.unplanned(before) if self.roster.params[i] in states]
+        fitting = self.roster.with_options(options) if before.world_size > 1 else self.roster
+        if fitting is not self.roster:
+            self.roster, self.plan = fitting, before.emptied()
+            self.local.disown()
+            self.extend(groups, [*sorted(before.params), *late])
+        elif late:
+            self.extend(groups, late)
+        self.is_confirmed = self.is_confirmed and self.plan is before
+
+    def _own(self, plan: Plan) -> None:
+        self.plan = plan
+        self.local.own(plan, self._transport.rank, self.roster.params)
+
+    def settle(self) -> None:
+        """Prepare memory and transfers for the plan as it is now."""
+        if self._homes is not None:
+            self._homes.adopt(self.plan, self.roster.params)
+        self.local.rebind()
+        self._gatherer.prepare(self.plan, self.roster.params, self._homes)
+        self._memory.remember(self.roster.planned(self.plan))
+
+    def look_for_modules(self) -> None:
+        """Find out which modules use the parameters, to notice when they no longer do."""
+        self._in_modules = HomeWatch(self.roster.entries)
+
+    # ------------------------------------------------------------------ every step
+
+    def require_untouched(self, groups: Groups) -> None:
+        """Raise if the user has changed what cannot be followed."""
+        self.roster.require_same_groups(groups)
+        if self._transport.world_size > 1:
+            self.roster.require_plan_fits_options(groups)
+        self._in_modules.require_in_place()
+
+    def follow_memory(self) -> None:
+        """Parameters that were given new memory keep their pieces, if they look the same."""
+        if self._memory.has_moved():
+            if self._transport.world_size > 1 or self._homes is not None:
+                self._memory.require_same_form()
+            self.settle()
+
+    def gather(self) -> None:
+        """Bring the owners' values of all parameters to this rank."""
+        self._gatherer.gather()
+
+    # ------------------------------------------------------------------ telling, copying
+
+    def description(self, groups: Groups) -> list[str]:
+        """What all ranks must hold alike."""
+        return [
+            f"bucket_mb={self.plan.bucket_bytes / 2**20:g}, "
+            f"parameters_as_bucket_view={self._homes is not None}",
+            *self.roster.description(groups, self.plan, with_storage=self._homes is not None),
+        ]
+
+    def copied(self, local: LocalOptimizer, roster: Roster) -> Shards:
+        """The same on copies of the parameters."""
+        new = Shards(self._transport, local, self.plan, bucket_view=self._homes is not None)
+        new.roster, new.is_confirmed = roster, self.is_confirmed
+        new.look_for_modules()
+        new.settle()
+        return new
