@@ -120,7 +120,7 @@ def take_in(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], Ex
         require_parameters(groups)
         check_tensors(groups)
         check_class(optimizer_class)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the user's generator may raise anything
         return [], error
     return groups, None
 
@@ -182,6 +182,18 @@ def policy_of(
         fused=bool(options.get("fused")),
         differentiable=bool(options.get("differentiable")),
     )
+
+
+def flags_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that switch something: those that may change what a class does with a tensor.
+
+    Numbers are left out, because schedulers change them in every step.
+    """
+    return {
+        key: value
+        for key, value in options_of(group).items()
+        if value is None or isinstance(value, (bool, str))
+    }
 
 
 def device_words(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:

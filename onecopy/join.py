@@ -8,6 +8,7 @@ joined rank's scheduler no longer moves.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from onecopy.buffers import flat_range, in_layout_of, is_dense
 from onecopy.intake import options_of
+from onecopy.local import grad_dtype
 from onecopy.parcels import NotPlain, decode, encode, receive_tensors, send_tensors
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport
@@ -131,13 +133,13 @@ def _borrow(
             continue
         param = params[piece.param]
         if piece.param in plan.cut_params:
-            gradient = torch.empty(piece.numel, dtype=param.dtype, device=param.device)
+            gradient = torch.empty(piece.numel, dtype=grad_dtype(param), device=param.device)
         elif is_dense(param):
             gradient = torch.empty_strided(
-                param.shape, param.stride(), dtype=param.dtype, device=param.device
+                param.shape, param.stride(), dtype=grad_dtype(param), device=param.device
             )
         else:
-            gradient = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            gradient = torch.empty(param.shape, dtype=grad_dtype(param), device=param.device)
         gradients.append(gradient)
         room.append(flat_range(gradient, 0, gradient.numel()))
     receive_tensors(transport, {lender: room})
@@ -145,24 +147,27 @@ def _borrow(
 
 
 def _options(group: MutableMapping[str, Any]) -> dict[str, Any]:
-    """The options that can be written down; the rest is what it was at construction."""
+    """The options that can be written down, with the numbers of their tensors; the rest is what it
+    was at construction."""
     written = {}
     for key, value in options_of(group).items():
-        if isinstance(value, torch.Tensor):
-            written[key] = {"fill": value.tolist()}
-        else:
-            try:
-                written[key] = encode(value, [])
-            except NotPlain:
-                continue
+        tensors: list[torch.Tensor] = []
+        try:
+            encoded = encode(value, tensors)
+        except NotPlain:
+            continue
+        written[key] = [encoded, [tensor.tolist() for tensor in tensors]]
     return written
 
 
 def _follow_options(group: MutableMapping[str, Any], values: dict[str, Any]) -> None:
-    for key, encoded in values.items():
-        if "fill" not in encoded:
-            group[key] = decode(encoded, [])
-        elif isinstance(group.get(key), torch.Tensor):
-            group[key].copy_(torch.tensor(encoded["fill"]))
+    for key, (encoded, numbers) in values.items():
+        mine: list[torch.Tensor] = []
+        with contextlib.suppress(NotPlain):
+            encode(group.get(key), mine)
+        if len(mine) == len(numbers):  # the user may hold on to the tensors, as to a tensor lr
+            for tensor, new in zip(mine, numbers, strict=True):
+                tensor.copy_(torch.tensor(new))
         else:
-            group[key] = torch.tensor(encoded["fill"])
+            mine = [torch.tensor(new) for new in numbers]
+        group[key] = decode(encoded, mine)

@@ -46,7 +46,16 @@ class OwnedPiece:
 
 
 def _view(param: torch.Tensor, piece: Piece) -> torch.nn.Parameter:
-    return torch.nn.Parameter(flat_range(param.detach(), piece.start, piece.stop))
+    view = torch.nn.Parameter(flat_range(param.detach(), piece.start, piece.stop))
+    if grad_dtype(param) != view.dtype:
+        view.grad_dtype = grad_dtype(param)
+    return view
+
+
+def grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient; recent releases let it be another than its own."""
+    found: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if found is None else found
 
 
 @dataclass(slots=True)
@@ -121,16 +130,22 @@ class LocalOptimizer:
         The constructor's keywords go to the groups of the constructor's class; groups with a
         class of their own bring their own options.
         """
+        if self._defaults and self._default_class not in classes:
+            raise ValueError(
+                f"{', '.join(self._defaults)} would have no effect: they are options for "
+                f"{self._default_class.__name__}, and every group has an optimizer_class of its "
+                "own. Put them into the groups"
+            )
         for cls in dict.fromkeys(classes):
             numbers = [i for i, of_group in enumerate(classes) if of_group is cls]
-            optimizer = self._construct(cls, [self._inner_group(groups[i]) for i in numbers])
+            optimizer = self.construct(cls, [self._inner_group(groups[i]) for i in numbers])
             self._inners[cls] = Inner(optimizer, numbers)
 
     def add_group(self, number: int, group: Mapping[str, Any], cls: type[Optimizer]) -> None:
         inner = self._inners.get(cls)
         inner_group = self._inner_group(group)
         if inner is None:
-            self._inners[cls] = Inner(self._construct(cls, [inner_group]), [number])
+            self._inners[cls] = Inner(self.construct(cls, [inner_group]), [number])
         else:
             inner.optimizer.add_param_group(inner_group)
             inner.groups.append(number)
@@ -145,7 +160,7 @@ class LocalOptimizer:
                 new = [tensor for tensor in inner_group["params"] if tensor not in known]
                 self._complete_state(inner.optimizer, inner_group, new)
 
-    def _construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+    def construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
         return cls(groups, **(self._defaults if cls is self._default_class else {}))
 
     def _complete_state(
@@ -164,11 +179,11 @@ class LocalOptimizer:
         toy = torch.nn.Parameter(torch.zeros(2, 2))
         options = options_of(group)
         try:
-            if not self._construct(cls, [{"params": [toy], **options}]).state:
+            if not self.construct(cls, [{"params": [toy], **options}]).state:
                 return {}
         except Exception:  # a class that takes no such toy is not one that makes state at once
             return {}
-        return dict(self._construct(cls, [{"params": list(params), **options}]).state)
+        return dict(self.construct(cls, [{"params": list(params), **options}]).state)
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""
@@ -224,6 +239,30 @@ class LocalOptimizer:
     @property
     def state(self) -> OwnedState:
         return OwnedState(self)
+
+    def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Forget all state; take over this, which is keyed by our tensors."""
+        homes = {
+            tensor: inner.optimizer.state
+            for inner in self._inners.values()
+            for group in inner.optimizer.param_groups
+            for tensor in group["params"]
+        }
+        unknown = [key for key in state if key not in homes]
+        if unknown:
+            raise KeyError(
+                "the new state has keys that are not tensors of this rank's pieces, which are in "
+                'optimizer.optim.param_groups[i]["params"]'
+            )
+        for inner in self._inners.values():
+            inner.optimizer.state.clear()
+        for tensor, value in state.items():
+            homes[tensor][tensor] = value
+
+    @property
+    def given_defaults(self) -> Mapping[str, Any]:
+        """The keywords of the constructor, as they were given."""
+        return self._defaults
 
     def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The user's options, as a scheduler may have changed them, to the inner optimizers."""

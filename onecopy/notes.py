@@ -89,17 +89,20 @@ _notes: weakref.WeakKeyDictionary[Any, Notes] = weakref.WeakKeyDictionary()
 def notes_of(group: Any) -> Notes:
     notes = _notes.get(group)
     if notes is None:
-        notes = Notes(_store_of(group), dist.get_rank(group), dist.get_world_size(group))
+        notes = Notes(_store_for_notes(group), dist.get_rank(group), dist.get_world_size(group))
         _notes[group] = notes
     return notes
 
 
-def _store_of(group: Any) -> Any:
+def store_of(group: Any) -> Any:
     if hasattr(group, "get_group_store"):
-        store = group.get_group_store()
-    else:  # releases before 2.7 keep the store beside the group
-        store = dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
-    underlying = store
+        return group.get_group_store()
+    # Releases before 2.7 keep the store beside the group.
+    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+
+
+def _store_for_notes(group: Any) -> Any:
+    store = underlying = store_of(group)
     while hasattr(underlying, "underlying_store"):
         underlying = underlying.underlying_store
     # A file store only ever grows.

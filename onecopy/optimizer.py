@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
+from onecopy.fragments import Portrait
 from onecopy.intake import (
     NOT_OPTIONS,
     GroupPolicy,
@@ -26,17 +28,24 @@ from onecopy.intake import (
     check_options,
     check_tensors,
     first_device,
+    flags_of,
+    options_of,
     policy_of,
     take_in,
 )
 from onecopy.join import OptimizerJoinHook, Party, find_party, follow_lender, lend_gradients
+from onecopy.loading import LoadReport
+from onecopy.loading import load as load_checkpoint
 from onecopy.local import LocalOptimizer, OwnedState, Replay
+from onecopy.naming import names_of
 from onecopy.plan import Plan, make_plan
 from onecopy.replicas import require_equal_replicas
-from onecopy.restore import checked, load
+from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
+from onecopy.saving import save
 from onecopy.shards import Shards
 from onecopy.state import as_plain_dict, consolidate, state_outside_the_plan, take_stock
+from onecopy.stateful import ShardedState
 from onecopy.transport import Transport
 from onecopy.version import __version__
 
@@ -122,13 +131,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         agree(self._transport, "building the optimizer", prepare)
         self.defaults = self._local.defaults
-        self.state = OwnedState(self._local)  # type: ignore[assignment]
+        self._flags = [flags_of(group) for group in self.param_groups]
         self._shards.look_for_modules()
         self._shards.settle()
         self._transport.note("optimizer built")
         self.initialized = True
 
     # ------------------------------------------------------------------ parameters and the plan
+
+    @property  # type: ignore[override]
+    def state(self) -> OwnedState:
+        """The state of what this rank owns."""
+        return OwnedState(self._local)
+
+    @state.setter
+    def state(self, value: Mapping[torch.Tensor, Any]) -> None:
+        if "_shards" in self.__dict__:  # the base class's constructor sets an empty one before
+            self._local.replace_state(value)
 
     @property
     def _local(self) -> LocalOptimizer:
@@ -183,6 +202,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             policy = self._policy(group, self.defaults)
             self._shards.admit([group], [policy])
             self._local.add_group(before, group, policy.optimizer_class)
+            self._local.refill_groups(self.param_groups)  # what was unfrozen is planned, too
             self._local.options_out(self.param_groups)
             return self._description()
 
@@ -193,6 +213,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[before:]
             raise
         self.defaults = self._local.defaults
+        self._flags = [flags_of(group) for group in self.param_groups]
         self._forget_full_state("a parameter group was added after the last consolidation")
         self._shards.look_for_modules()
         self._shards.settle()
@@ -209,6 +230,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _follow_changes(self, party: Party | None = None) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
         self._shards.require_untouched(self.param_groups)
+        self._follow_flags()
         unfrozen = self._roster.to_plan(self._plan)
         if party is not None:
             unfrozen = follow_lender(self._transport, party, self.param_groups, unfrozen)
@@ -216,17 +238,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._take_in(unfrozen)
         self._shards.follow_memory()
 
+    def _follow_flags(self) -> None:
+        """Refuse switches that were flipped by hand and that the plan is not made for."""
+        flags = [flags_of(group) for group in self.param_groups]
+        if flags != self._flags:
+            policies = self._policies(self.param_groups)
+            if self.world_size > 1:
+                self._roster.require_plan_fits(policies)
+            self._flags = flags
+
+    def _policies(self, groups: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
+        """How groups with these options are sharded."""
+        return [
+            self._policy({**ours, **options_of(group)}, self._local.given_defaults)
+            for ours, group in zip(self.param_groups, groups, strict=True)
+        ]
+
     def _take_in(self, unfrozen: Sequence[int]) -> None:
-        """Extend the plan, on all ranks alike."""
-        doing = f"taking in unfrozen parameters in step {self._steps}"
-        self._transport.note(doing, same_place=True)
+        """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
+        what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
+        self._transport.note(f"{what} in step {self._steps}", same_place=True)
 
         def prepare() -> list[str]:
             self._shards.extend(self.param_groups, unfrozen)
             return self._description()
 
         with self._shards.all_or_nothing():
-            agree(self._transport, "taking in unfrozen parameters", prepare)
+            agree(self._transport, what, prepare)
         self._shards.is_confirmed = True
         self._shards.settle()
 
@@ -336,7 +374,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._full_state is None:
             raise RuntimeError(
                 f"rank {self.rank} has no state dict: {self._why_no_state}. Call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+                f"consolidate_state_dict(to={self.rank}) on all ranks first; or, for "
+                "torch.distributed.checkpoint, save optimizer.sharded(), which gathers nothing"
             )
         result = as_plain_dict(self._full_state, self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -356,29 +395,127 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        loadable = checked(state_dict, self.param_groups, self._roster.cuttable())
+        self._adopt(checked(state_dict, self.param_groups, self._roster.cuttable()))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _adopt(self, loadable: Loadable) -> None:
+        """Take over state and options; if that fails, nothing has changed."""
         plan = self._plan
+        policies = self._policies(loadable.groups)
+        made = self._shards.made_anew(self.param_groups, loadable.states)
         with self._shards.all_or_nothing():
-            self._shards.make_room_for(self.param_groups, loadable.states, loadable.groups)
+            self._shards.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
             load(self._local, loadable)
+        self._finish_loading(loadable, plan)
+
+    def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
+        """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
         if self._plan is not plan:
             self._shards.settle()
         for group, inner, saved in zip(
-            self.param_groups, self._local.param_groups, state_dict["param_groups"], strict=True
+            self.param_groups, self._local.param_groups, loadable.groups, strict=True
         ):
             kept = {key: group[key] for key in NOT_OPTIONS if key in group}
             if "param_names" in saved:
                 kept["param_names"] = list(saved["param_names"])
             group.clear()
             group.update(kept)
-            group.update({key: inner[key] for key in inner if key not in NOT_OPTIONS})
+            group.update(options_of(inner))
+        self._flags = [flags_of(group) for group in self.param_groups]
         self._forget_full_state("a state dict was loaded after the last consolidation")
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _forget_full_state(self, why: str) -> None:
         self._full_state = None
         self._why_no_state = why
+
+    # ------------------------------------------------------------------ sharded checkpoints
+
+    def sharded(
+        self, module: torch.nn.Module | None = None, *, flatten_optimizer_state_dict: bool = False
+    ) -> ShardedState:
+        """This rank's share of the state, for ``torch.distributed.checkpoint``::
+
+            dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+            dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+
+        The checkpoint holds the state of the unsharded optimizer, under the names and keys that
+        torch's ``get_optimizer_state_dict`` gives, whatever the number of ranks.
+
+        Args:
+            module: gives the parameters their names. Not needed if the optimizer was built from
+                ``named_parameters()``; with neither, parameters are known by their position.
+            flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
+        """
+        return ShardedState(
+            lambda: self._portrait(module), self._adopt_sharded, flatten_optimizer_state_dict
+        )
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        *,
+        flatten_optimizer_state_dict: bool = False,
+    ) -> None:
+        """Write a sharded checkpoint of the state into the directory ``path``. Collective.
+
+        Every rank writes its own share. A checkpoint that is there already is replaced in one
+        instant: whenever a process dies, the directory holds the old one or the new one. What
+        torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
+        of :meth:`sharded`.
+        """
+        save(self._transport, self._portrait(module), Path(path), flatten_optimizer_state_dict)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        strict: bool = True,
+        *,
+        key: str | None = None,
+    ) -> LoadReport:
+        """Read the state from a checkpoint directory, this rank's share only. Collective.
+
+        The checkpoint may be of any job: ours, of the unsharded class, or of FSDP2, saved by
+        :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
+        ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
+        and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
+
+        Args:
+            path: the directory.
+            module: gives the parameters their names, see :meth:`sharded`.
+            strict: refuse a checkpoint that does not fit exactly.
+            key: where in the checkpoint the state is, if it holds that of several optimizers.
+        """
+        names = names_of(self._roster, self.param_groups, module)
+        plan = self._plan
+        with self._shards.all_or_nothing():
+            loadable, report = load_checkpoint(
+                *(self._transport, self._shards, self.param_groups, names, Path(path)),
+                policies_for=self._policies,
+                strict=strict,
+                key=key,
+            )
+        self._finish_loading(loadable, plan)
+        return report
+
+    def _portrait(self, module: torch.nn.Module | None) -> Portrait:
+        names = names_of(self._roster, self.param_groups, module)
+        return Portrait(self._local, self._roster, self._plan, self.param_groups, names, self.rank)
+
+    def _adopt_sharded(
+        self,
+        portrait: Portrait,
+        state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        portrait.require_all_in(groups)
+        options = portrait.options_from(groups)
+        if self.world_size > 1:
+            self._roster.require_plan_fits(self._policies(options))
+        frozen = portrait.frozen_from(state)
+        self._adopt(Loadable(frozen, {}, options, portrait.pieces_from(state)))
 
     # ------------------------------------------------------------------ as torch's class has it
 
@@ -445,7 +582,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "state", "_shards", "_full_state"}
+        left = {"step", "_shards", "_full_state"}
         for key, value in self.__dict__.items():
             if key not in left and not (key.startswith("_optimizer_") and key.endswith("_hooks")):
                 new.__dict__[key] = copy.deepcopy(value, memo)
@@ -453,7 +590,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         new._shards = self._shards.copied(local, roster)
         new._forget_full_state("this optimizer is a copy that was not consolidated")
         Optimizer.__setstate__(new, {})
-        new.state = OwnedState(local)  # type: ignore[assignment]
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

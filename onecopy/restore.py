@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -23,11 +23,13 @@ from onecopy.state import Numbering
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """A state dict that fits the optimizer."""
+    """State and options that fit the optimizer."""
 
-    states: dict[torch.Tensor, Mapping[str, Any]]
+    states: Mapping[torch.Tensor, Mapping[str, Any]]  # of whole parameters, to be cut
     common: dict[Any, Any]  # what a class keeps under keys that are no parameter's
     groups: Sequence[Mapping[str, Any]]
+    # State that is cut already, and ours to keep, by the tensors of the inner optimizers.
+    pieces: Mapping[torch.Tensor, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def checked(
@@ -97,6 +99,9 @@ def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[s
         for owned in local.pieces
         if owned.param in loadable.states and owned.tensor in numbering.ids
     }
+    for tensor, of_piece in loadable.pieces.items():
+        if tensor in numbering.ids:
+            state[numbering.ids[tensor]] = of_piece
     groups = [
         {**options_of(loadable.groups[number]), "params": ids}
         for number, ids in zip(inner.groups, numbering.groups, strict=True)

@@ -33,9 +33,10 @@ class Entry:
     group: int
 
 
-def _turns_fused(policy: GroupPolicy, options: Mapping[str, Any]) -> bool:
-    may_be_cut = policy.kind is Kind.ELEMENTWISE
-    return may_be_cut and bool(options.get("fused")) and not policy.fused
+def _needs_other_cuts(before: GroupPolicy, after: GroupPolicy) -> bool:
+    """Whether a plan made for one policy is wrong for another."""
+    turns_fused = after.kind is Kind.ELEMENTWISE and after.fused and not before.fused
+    return after.kind is not before.kind or turns_fused
 
 
 class GroupsChanged(RuntimeError, AssertionError):
@@ -77,23 +78,21 @@ class Roster:
                 "another optimizer"
             )
 
-    def with_options(self, groups: Sequence[Mapping[str, Any]]) -> Roster:
-        """A roster for groups with these options; this one where nothing changes for a plan."""
-        policies = tuple(
-            replace(policy, fused=True) if _turns_fused(policy, group) else policy
-            for policy, group in zip(self.policies, groups, strict=True)
-        )
-        return self if policies == self.policies else replace(self, policies=policies)
+    def with_policies(self, policies: Sequence[GroupPolicy]) -> Roster:
+        """A roster for groups with these policies; this one if its plan is right for them too."""
+        changed = any(map(_needs_other_cuts, self.policies, policies))
+        return replace(self, policies=tuple(policies)) if changed else self
 
-    def require_plan_fits_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if options were changed by hand that decide where tensors may be cut."""
-        if self.with_options(groups) is not self:
-            raise RuntimeError(
-                "fused was switched on after the optimizer was built. Fused kernels round the "
-                "elements next to a cut in another way, so tensors were cut where only the other "
-                "implementations give the bits of the unsharded class. Pass fused=True to the "
-                "constructor or in the group, or load a state dict whose groups have it"
-            )
+    def require_plan_fits(self, policies: Sequence[GroupPolicy]) -> None:
+        """Raise if options were changed that decide where tensors may be cut."""
+        for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
+            if _needs_other_cuts(before, after):
+                what = "fused is on" if after.kind is before.kind else f"it is {after.kind.value}"
+                raise RuntimeError(
+                    f"the options of group {number} have changed: now {what}, and its tensors were "
+                    f"cut for an update that is {before.kind.value} and not fused. Give the "
+                    "constructor or the group these options, or load a state dict with them"
+                )
 
     @cached_property
     def params(self) -> list[torch.Tensor]:

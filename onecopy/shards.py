@@ -7,8 +7,10 @@ change happens inside ``all_or_nothing``, and then ``settle`` prepares memory an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from onecopy.buffers import FlatHomes
 from onecopy.gatherer import Gatherer
@@ -61,23 +63,37 @@ class Shards:
         self._own(self.roster.extend(self.plan, new))
         self.local.refill_groups(groups)
 
-    def make_room_for(self, groups: Groups, states: Mapping[Any, Any], options: Groups) -> None:
-        """Change the plan as these states and options demand, which are to replace the present.
+    def make_room_for(
+        self, groups: Groups, with_state: Container[torch.Tensor], policies: Sequence[GroupPolicy]
+    ) -> None:
+        """Change the plan as state and policies demand that are to replace the present ones.
 
-        A frozen parameter that has state is planned: it would be lost otherwise. Where options
-        forbid the cuts of the plan, another is made. Loading is not collective; whether all ranks
+        A frozen parameter that has state is planned: it would be lost otherwise. Where a policy
+        forbids the cuts of the plan, another is made. Loading is not collective; whether all ranks
         were given the same is compared in the next step.
         """
         before = self.plan
-        late = [i for i in self.roster.unplanned(before) if self.roster.params[i] in states]
-        fitting = self.roster.with_options(options) if before.world_size > 1 else self.roster
+        late = [i for i in self.roster.unplanned(before) if self.roster.params[i] in with_state]
+        fitting = self.roster.with_policies(policies) if before.world_size > 1 else self.roster
         if fitting is not self.roster:
             self.roster, self.plan = fitting, before.emptied()
             self.local.disown()
             self.extend(groups, [*sorted(before.params), *late])
         elif late:
             self.extend(groups, late)
-        self.is_confirmed = self.is_confirmed and self.plan is before
+        self.is_confirmed = False
+
+    def made_anew(self, groups: Groups, states: Mapping[torch.Tensor, Any]) -> set[torch.Tensor]:
+        """Frozen parameters whose state is just what the class makes in its constructor."""
+        found = set()
+        for index in self.roster.unplanned(self.plan):
+            entry = self.roster.entries[index]
+            cls = self.roster.policies[entry.group].optimizer_class
+            made = self.local.state_made_at_once(cls, groups[entry.group], [entry.param])
+            state, anew = states.get(entry.param), made.get(entry.param)
+            if state is not None and anew is not None and _same(state, anew):
+                found.add(entry.param)
+        return found
 
     def _own(self, plan: Plan) -> None:
         self.plan = plan
@@ -100,8 +116,6 @@ class Shards:
     def require_untouched(self, groups: Groups) -> None:
         """Raise if the user has changed what cannot be followed."""
         self.roster.require_same_groups(groups)
-        if self._transport.world_size > 1:
-            self.roster.require_plan_fits_options(groups)
         self._in_modules.require_in_place()
 
     def follow_memory(self) -> None:
@@ -132,3 +146,16 @@ class Shards:
         new.look_for_modules()
         new.settle()
         return new
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    for key, value in a.items():
+        other = b[key]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if value.shape != other.shape or not torch.equal(value.cpu(), other.cpu()):
+                return False
+        elif value != other:
+            return False
+    return True

@@ -127,6 +127,8 @@ def take_stock(local: LocalOptimizer) -> tuple[Manifest, list[torch.Tensor]]:
         held = states.get(owned.tensor)
         try:
             encoded = None if held is None else encode(dict(held), tensors)
+            if held is not None and not owned.is_whole:
+                require_cut_state(held, f"parameter {owned.piece.param}")
         except NotPlain as error:
             raise TypeError(
                 f"the state of parameter {owned.piece.param} holds {error}, which a state dict "
@@ -141,6 +143,20 @@ def take_stock(local: LocalOptimizer) -> tuple[Manifest, list[torch.Tensor]]:
         manifest.of_piece.append(numbers[look])
         flats += [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
     return manifest, flats
+
+
+def require_cut_state(state: Mapping[str, Any], whose: str) -> None:
+    """Raise where it cannot be told which tensors of a piece's state are parts of a whole."""
+    for key, value in state.items():
+        tensors: list[torch.Tensor] = []
+        if isinstance(value, (dict, list, tuple)):
+            encode(value, tensors)
+        if tensors:
+            raise TypeError(
+                f"the state {key!r} of {whose} is a {type(value).__name__} of tensors, and the "
+                "parameter is cut over the ranks: they cannot be put together again. Use "
+                'partition="whole"'
+            )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

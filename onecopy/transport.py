@@ -26,7 +26,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from onecopy.notes import notes_of
+from onecopy.exchange import Exchange
+from onecopy.notes import notes_of, store_of
+
+_DEFAULT_PATIENCE = timedelta(minutes=30)
 
 
 class Part(NamedTuple):
@@ -100,8 +103,17 @@ class Transport:
     def naming_absentees(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise  # says what it is, and the others have nothing to do with it
         except RuntimeError as error:
             raise RuntimeError(self._notes.report()) from error
+
+    def exchange(self, token: str, what: str) -> Exchange:
+        """A round of reports through the store, outside of collectives."""
+        self.note(what)
+        patience = (_timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
+        store = store_of(self.user_group)
+        return Exchange(store, self.rank, self.world_size, token, patience, what)
 
     # ------------------------------------------------------------------ parameters
 

@@ -47,7 +47,6 @@ def test_the_minimal_example_trains_saves_and_resumes(tmp_path: Path) -> None:
     assert moments == shapes
 
 
-@pytest.mark.slow
 def test_the_demo_ends_at_three_equal_losses(tmp_path: Path) -> None:
     run = torchrun("demo.py", "--rounds", "2", "--steps", "1", cwd=tmp_path)
     assert run.returncode == 0, run.stderr

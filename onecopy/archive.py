@@ -1,0 +1,199 @@
+"""What a checkpoint directory of ``torch.distributed.checkpoint`` holds, read without running it.
+
+A directory holds data files and ``.metadata``, a pickle that says which part of which tensor lies
+where. It is read by an unpickler that knows a handful of names and turns them into inert records:
+none of torch's classes is made, and no other name is looked up.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+METADATA = ".metadata"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that cannot be read, and why."""
+
+
+# -------------------------------------------------------------------------- what a checkpoint holds
+
+
+class Place(NamedTuple):
+    """Where an entry lies. It travels as JSON."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor that was saved as one entry."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All entries of a checkpoint by their keys."""
+
+    entries: Mapping[str, TensorEntry | ValueEntry]
+    paths: Mapping[str, tuple[str | int, ...]]  # the nesting that a key stands for
+
+
+# -------------------------------------------------------------------------- reading the metadata
+
+
+class _Record:
+    """Stands in for any class of the metadata: keeps what was pickled, does nothing."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _Index(_Record):
+    """A key of the storage table."""
+
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+_RECORDS = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"): _Record,
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): _Record,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): _Record,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): _Record,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Record,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): _Record,
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+}
+
+
+def _keep(*args: Any) -> Any:
+    return args[0] if len(args) == 1 else args
+
+
+_INERT = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _keep,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _keep,
+    **{
+        (module, name): _keep
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = _RECORDS.get((module, name)) or _INERT.get((module, name))
+        if found is None and module == "torch":
+            found = getattr(torch, name, None)
+            found = found if isinstance(found, (torch.dtype, torch.layout)) else None
+        if found is None:
+            raise DamagedCheckpoint(
+                f"{METADATA} names {module}.{name}, which no checkpoint needs: refused, and not "
+                "run. Do not trust this file"
+            )
+        return found
+
+
+def read_metadata(directory: Path) -> bytes:
+    """The raw bytes of a directory's metadata."""
+    try:
+        return (directory / METADATA).read_bytes()
+    except FileNotFoundError:
+        what = f"has no {METADATA} file" if directory.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{directory} {what}: not a checkpoint, or one that was never completed"
+        ) from None
+
+
+def parse_metadata(data: bytes) -> Contents:
+    """What a checkpoint holds. Runs no code from it."""
+    try:
+        return _contents(_MetadataUnpickler(io.BytesIO(data)).load())
+    except DamagedCheckpoint:
+        raise
+    except Exception as error:  # whatever a damaged pickle may lead to
+        raise DamagedCheckpoint(f"{METADATA} is damaged: {error!r}") from None
+
+
+def _contents(read: Any) -> Contents:
+    places = {
+        index: Place(str(info.relative_path), int(info.offset), int(info.length))
+        for index, info in read.storage_data.items()
+        if not getattr(info, "transform_descriptors", None)
+    }
+    entries: dict[str, TensorEntry | ValueEntry] = {}
+    for key, described in read.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise DamagedCheckpoint(f"{METADATA} has {key!r} in place of a name")
+        if hasattr(described, "chunks"):
+            entries[key] = _tensor_entry(key, described, places)
+        elif (place := places.get(_index(key, None))) is not None:
+            entries[key] = ValueEntry(place)
+    paths = read.planner_data or {}
+    return Contents(entries, {key: tuple(paths.get(key, (key,))) for key in entries})
+
+
+def _index(key: str, offset: tuple[int, ...] | None) -> _Index:
+    index = _Index()
+    index.fqn, index.offset = key, offset
+    return index
+
+
+def _tensor_entry(key: str, described: Any, places: Mapping[_Index, Place]) -> TensorEntry:
+    shape = as_sizes(described.size)
+    chunks = []
+    for chunk in described.chunks:
+        offsets, sizes = as_sizes(chunk.offsets), as_sizes(chunk.sizes)
+        place = places.get(_index(key, offsets))
+        if place is None:
+            raise DamagedCheckpoint(f"{METADATA} does not say where {key} at {offsets} is")
+        if not len(offsets) == len(sizes) == len(shape):
+            raise DamagedCheckpoint(f"{METADATA} has a part of {key} with other dimensions")
+        chunks.append(Chunk(offsets, sizes, place))
+    # TensorProperties pickles as a tuple that begins with the dtype.
+    properties = described.properties
+    dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpoint(f"{METADATA} has no dtype for {key}")
+    return TensorEntry(dtype, shape, tuple(chunks))
+
+
+def as_sizes(values: Any) -> tuple[int, ...]:
+    sizes = tuple(values)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise DamagedCheckpoint(f"{METADATA} has {sizes} in place of sizes")
+    return sizes

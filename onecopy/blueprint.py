@@ -1,0 +1,91 @@
+"""What state an optimizer class makes for a parameter, found out without touching the live one.
+
+A class makes most of its state in its first step. To read a checkpoint into an optimizer that has
+not stepped, or to write one, the state must be known before. So a fresh instance of the class takes
+a step on a stand-in: a toy for elementwise classes, whose state is parameter-shaped or a scalar;
+for others a tensor of the real shape, on the meta device if the class can step there.
+
+State that does not exist yet is written as what the class starts from, mostly zeros. So that it can
+be told from real state when it is read again, the zeros are negative: -0.0, a zero to everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.kinds import step_without_hooks
+
+_TOY_SHAPE = (2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """An optimizer class with the options of a group."""
+
+    optimizer_class: type[Optimizer]
+    construct: Callable[[torch.Tensor], Optimizer]
+    lr: Any
+
+    def state_for_cut(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """State by key for a parameter that is cut: a toy's. Tensors are toy-shaped or scalars."""
+        return self._step_on(torch.zeros(_TOY_SHAPE, dtype=dtype, device=device))
+
+    def state_for(self, param: torch.Tensor) -> dict[str, Any]:
+        """State by key for a whole parameter like this one; its tensors may hold nothing."""
+        try:
+            return self._step_on(torch.empty_like(param, device="meta"))
+        except Exception:  # it looks at values, which a meta tensor has not
+            return self._step_on(torch.zeros_like(param))
+
+    def _step_on(self, values: torch.Tensor) -> dict[str, Any]:
+        stand_in = torch.nn.Parameter(values.detach())
+        optimizer = self.construct(stand_in)
+        stand_in.grad = torch.zeros_like(stand_in)
+        step_without_hooks(optimizer)()
+        return dict(optimizer.state.get(stand_in, {}))
+
+    def start_of(self, key: str) -> float:
+        """The value with which a state begins; -0.0 unless the class is known to start elsewhere.
+
+        >>> Maker(torch.optim.NAdam, ..., lr=0.1).start_of("mu_product")
+        1.0
+        """
+        known = _STARTS.get(self.optimizer_class, {}).get(key, -0.0)
+        return float(self.lr) if known is _LR else float(known)
+
+
+_LR: Any = object()
+_STARTS: Mapping[type[Optimizer], Mapping[str, Any]] = {
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.ASGD: {"eta": _LR, "mu": 1.0},
+    torch.optim.Rprop: {"step_size": _LR},
+}
+
+
+def is_toy_shaped(value: torch.Tensor) -> bool:
+    return tuple(value.shape) == _TOY_SHAPE
+
+
+def does_not_exist_yet(state: Mapping[str, Any], maker: Maker) -> bool:
+    """Whether this was written for state that did not exist: negative zeros throughout."""
+    marks = [
+        value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and _STARTS.get(maker.optimizer_class, {}).get(key) is None
+    ]
+    with_elements = [mark for mark in marks if mark.numel()]
+    # The first elements tell in nearly all cases, without reading everything.
+    return bool(with_elements) and all(
+        _is_negative_zero(mark.flatten()[:1]) and _is_negative_zero(mark) for mark in with_elements
+    )
+
+
+def _is_negative_zero(values: torch.Tensor) -> bool:
+    return bool(((values == 0) & torch.signbit(values)).all())

@@ -1,0 +1,215 @@
+"""``optimizer.save(path)``: a sharded checkpoint in one call, whole or not at all.
+
+::
+
+    all ranks     agree that they save the same
+    each rank     writes its boxes to a new file                  (nobody waits in a collective)
+    rank 0        writes .metadata, which names those files, in one instant; removes older files
+
+Until that instant the directory holds the previous checkpoint, and after it the new one: a process
+that is killed at any moment leaves one of the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from onecopy.agreement import agree
+from onecopy.archive import Place, parse_metadata, read_metadata
+from onecopy.fragments import Fragment, Portrait
+from onecopy.naming import BY_INDEX
+from onecopy.progress import Progress
+from onecopy.stateful import flattened
+from onecopy.transport import Transport
+from onecopy.version import __version__
+from onecopy.writer import Writer, Written, sync_directory, write_metadata
+
+PREFIX = "optim"
+MARK = "onecopy"
+_OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")
+
+Path_ = tuple[str | int, ...]
+
+
+def save(transport: Transport, portrait: Portrait, directory: Path, flatten: bool) -> None:
+    """Write the state that ``portrait`` shows. Collective."""
+    tree: dict[str, Any] = {}
+
+    def prepare() -> list[str]:
+        tree.update(portrait.tree())
+        if transport.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            _require_only_optimizer_state(directory)
+        return [f"to {directory}", f"flattened: {flatten}", f"plan {portrait.plan.digest}"]
+
+    agree(transport, "saving a checkpoint", prepare)
+    token = transport.broadcast_bytes(
+        uuid.uuid4().hex[:12].encode() if transport.rank == 0 else None, source=0
+    ).decode()
+    exchange = transport.exchange(token, f"saving to {directory}")
+    mine = f"__{transport.rank}_{token}.distcp"
+
+    def write() -> list[Any]:
+        with Progress(f"saving to {directory.name}", _nbytes(tree), transport.rank == 0) as bar:
+
+            def wrote(nbytes: int) -> None:
+                bar.add(nbytes)
+                exchange.beat()
+
+            return list(_write(portrait, tree, directory, mine, flatten, wrote))
+
+    def complete(reports: list[Any]) -> None:
+        written = [_from_json(entry) for report in reports for entry in report]
+        _require_visible(directory, written)
+        older = _files_of(directory)
+        write_metadata(directory, written)
+        _remove(directory, older - {entry.place.file for entry in written})
+
+    try:
+        exchange.run(write, complete)
+    except Exception:
+        with contextlib.suppress(OSError):
+            (directory / mine).unlink()
+        raise
+
+
+def _write(
+    portrait: Portrait,
+    tree: Mapping[str, Any],
+    directory: Path,
+    name: str,
+    flatten: bool,
+    wrote: Callable[[int], None],
+) -> Iterator[Written]:
+    """Write this rank's file; the entries in it."""
+    with Writer(directory, name) as writer:
+        for path, leaf in _entries(portrait, tree, flatten):
+            key = ".".join(map(str, path))
+            if not isinstance(leaf, Fragment):
+                yield Written(key, path, writer.append(leaf))
+                wrote(0)
+            elif leaf.is_mine_to_write:
+                dtype = str(leaf.dtype).removeprefix("torch.")
+                for box, view in leaf.boxes():
+                    place = writer.append(view)
+                    yield Written(key, path, place, dtype, leaf.shape, box.offsets, box.sizes)
+                    wrote(view.nbytes)
+    sync_directory(directory)
+
+
+def _entries(
+    portrait: Portrait, tree: Mapping[str, Any], flatten: bool
+) -> Iterator[tuple[Path_, Any]]:
+    """What this rank writes: its fragments, and of all that is not a tensor what is for it."""
+    values = portrait.written_here()
+    if flatten:
+        states = {f"state.{n}.{k}": (n, v) for n, s in tree["state"].items() for k, v in s.items()}
+        for key, (name, value) in states.items():
+            for rest, leaf in leaves(value):
+                if isinstance(leaf, Fragment) or name in values:
+                    yield (PREFIX, key, *rest), leaf
+    else:
+        for name, state in tree["state"].items():
+            for rest, leaf in leaves(state):
+                if isinstance(leaf, Fragment) or name in values:
+                    yield (PREFIX, "state", name, *rest), leaf
+    if portrait.rank == 0:
+        groups = tree["param_groups"]
+        of_groups = (
+            flattened({"state": {}, "param_groups": groups})
+            if flatten
+            else {"param_groups": groups}
+        )
+        for rest, leaf in leaves(of_groups):
+            yield (PREFIX, *rest), leaf
+        yield (PREFIX, MARK), _mark(portrait)
+
+
+def _mark(portrait: Portrait) -> dict[str, Any]:
+    """Says in the file what cannot be seen from its keys."""
+    unplanned = portrait.roster.unplanned(portrait.plan)
+    made = portrait.made_for_frozen()
+    return {
+        "version": __version__,
+        "names": "positions" if portrait.names[0].startswith(BY_INDEX) else "names",
+        "frozen": [portrait.names[index] for index in unplanned if index not in made],
+    }
+
+
+def leaves(tree: Any) -> Iterator[tuple[Path_, Any]]:
+    """(path, value) of everything that has no fragments within it."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            for path, leaf in leaves(value):
+                yield (str(key), *path), leaf
+    elif isinstance(tree, list) and any(isinstance(v, (dict, list, Fragment)) for v in tree):
+        for number, value in enumerate(tree):
+            for path, leaf in leaves(value):
+                yield (number, *path), leaf
+    else:
+        yield (), tree
+
+
+def _nbytes(tree: Mapping[str, Any]) -> int:
+    fragments = (leaf for _, leaf in leaves(tree["state"]) if isinstance(leaf, Fragment))
+    return sum(fragment.nbytes for fragment in fragments if fragment.is_mine_to_write)
+
+
+def _from_json(entry: list[Any]) -> Written:
+    key, path, place, dtype, shape, offsets, sizes = entry
+    return Written(
+        key, tuple(path), Place(*place), dtype, tuple(shape), tuple(offsets), tuple(sizes)
+    )
+
+
+# -------------------------------------------------------------------------- the directory
+
+
+def _require_only_optimizer_state(directory: Path) -> None:
+    """Refuse to replace a checkpoint that holds anything but what is saved here."""
+    with contextlib.suppress(FileNotFoundError):
+        keys = parse_metadata(read_metadata(directory)).entries
+        other = [key for key in keys if not key.startswith(f"{PREFIX}.")]
+        if other:
+            raise ValueError(
+                f"{directory} is a checkpoint that holds more than an optimizer's state "
+                f"({other[0]}, ...), which would be lost: save to another directory, or save both "
+                "with dcp.save and optimizer.sharded()"
+            )
+
+
+def _require_visible(directory: Path, written: list[Written]) -> None:
+    """Refuse to name files that this rank cannot see."""
+    ends: dict[str, int] = {}
+    for entry in written:
+        end = entry.place.offset + entry.place.length
+        ends[entry.place.file] = max(end, ends.get(entry.place.file, 0))
+    for file, end in ends.items():
+        path = directory / file
+        if not path.exists() or path.stat().st_size < end:
+            raise OSError(
+                f"{path} was written by rank {file.split('_')[2]} and cannot be seen by rank 0: "
+                "the directory must be on a file system that all ranks share"
+            )
+
+
+def _files_of(directory: Path) -> set[str]:
+    """The data files of the checkpoint that is there, and of saves that were never completed."""
+    found = {path.name for path in directory.iterdir() if _OUR_FILES.fullmatch(path.name)}
+    with contextlib.suppress(FileNotFoundError):
+        for entry in parse_metadata(read_metadata(directory)).entries.values():
+            places = [c.place for c in entry.chunks] if hasattr(entry, "chunks") else [entry.place]
+            found |= {place.file for place in places}
+    return found
+
+
+def _remove(directory: Path, files: set[str]) -> None:
+    for file in files:
+        if Path(file).name == file:  # never outside, whatever a metadata file may say
+            with contextlib.suppress(OSError):
+                (directory / file).unlink()

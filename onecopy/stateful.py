@@ -1,0 +1,209 @@
+"""The sharded state for ``torch.distributed.checkpoint`` (DCP): ``optimizer.sharded()``.
+
+DCP asks a tensor which rectangular boxes of it are here (``__create_write_items__`` to write,
+``__create_chunk_list__`` to read), and for the memory of each (``__get_tensor_shard__``). A
+``BoxTensor`` answers for a fragment. It has the shape of the unsharded tensor, so that DCP compares
+the right sizes, but no memory for it.
+
+What is read goes into fresh memory and reaches the optimizer when everything has been read: a load
+that fails has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.fragments import Fragment, Portrait, replaced
+
+if TYPE_CHECKING:  # DCP brings half of torch.distributed, which training does not need
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+# What DCP and its staging call on a tensor, besides the three methods.
+_ALLOWED = frozenset(
+    {
+        *("__get__", "data_ptr", "detach", "dim", "element_size", "is_pinned", "new_empty"),
+        *("numel", "set_", "size", "storage_offset", "stride", "untyped_storage"),
+    }
+)
+
+
+class BoxTensor(torch.Tensor):
+    """A tensor of which this rank holds some boxes. Not for computing."""
+
+    fragment: Fragment
+    incoming: Fragment | None  # memory for what is read, from when DCP plans to read
+    arrived: list[Sequence[int]]  # offsets of the boxes that were asked for to be filled
+
+    @classmethod
+    def of(cls, fragment: Fragment) -> BoxTensor:
+        tensor = torch.empty((), dtype=fragment.dtype).expand(fragment.shape).as_subclass(cls)
+        tensor.fragment = fragment
+        tensor.incoming = None
+        tensor.arrived = []
+        return tensor
+
+    # ------------------------------------------------------------------ what DCP asks for
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        if not self.fragment.is_mine_to_write:
+            return []
+        size = torch.Size(self.fragment.shape)
+        properties = TensorProperties(dtype=self.fragment.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(key, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self.incoming = self.fragment.like()
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if self.incoming is not None:
+            self.arrived.append(index.offset or ())
+        fragment = self.incoming or self.fragment
+        for box, view in fragment.boxes():
+            if box.offsets == tuple(index.offset or ()):
+                return view
+        raise ValueError(f"{index.fqn} has no box at {index.offset} on this rank")
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box, _ in self.fragment.boxes()
+        ]
+
+    # ------------------------------------------------------------------ what was read
+
+    def loaded(self) -> Fragment:
+        """The fragment as it was read; as it was shown, if nothing was asked to be read."""
+        return self.incoming or self.fragment
+
+    @property
+    def is_complete(self) -> bool:
+        if self.incoming is None or math.prod(self.fragment.shape) == 0:
+            return True
+        return {tuple(o) for o in self.arrived} == {b.offsets for b, _ in self.fragment.boxes()}
+
+    # ------------------------------------------------------------------ and nothing else
+
+    def staged(self) -> BoxTensor:
+        """A copy on the CPU, which the optimizer's next step does not change."""
+        parts = [replace(part, data=part.data.to("cpu", copy=True)) for part in self.fragment.parts]
+        return BoxTensor.of(replace(self.fragment, parts=tuple(parts)))
+
+    def __deepcopy__(self, memo: Any) -> BoxTensor:
+        return self.staged()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        boxes = [(box.offsets, box.sizes) for box, _ in self.fragment.boxes()]
+        return f"BoxTensor({self.fragment.shape}, {self.fragment.dtype}, boxes={boxes})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name == "to":  # how releases before 2.9 stage for async_save
+            return args[0].staged()
+        if name not in _ALLOWED:
+            raise TypeError(
+                f"{name} on a part of an optimizer's sharded state: it is for dcp.save and "
+                "dcp.load only. For values use optimizer.consolidate_state_dict()"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class ShardedState:
+    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``."""
+
+    def __init__(
+        self,
+        portrait: Callable[[], Portrait],
+        adopt: Callable[[Portrait, Mapping[str, Any], Sequence[Mapping[str, Any]]], None],
+        flatten: bool,
+    ) -> None:
+        self._portrait = portrait
+        self._adopt = adopt
+        self._flatten = flatten
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, and a form to load into; DCP asks for it in both cases."""
+        tree = replaced(self._portrait().tree(), Fragment, BoxTensor.of)
+        return flattened(tree) if self._flatten else tree
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what DCP has read. If it is refused, nothing has changed."""
+        portrait = self._portrait()
+        tree = unflattened(state_dict, portrait) if self._flatten else state_dict
+        incomplete = sorted(
+            name for name, state in tree["state"].items() if not _is_complete(state)
+        )
+        if incomplete:
+            raise ValueError(
+                f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
+                f"{', ...' * (len(incomplete) > 5)}: is it complete?"
+            )
+        state = replaced(tree["state"], BoxTensor, BoxTensor.loaded)
+        groups = [replaced(group, BoxTensor, _value) for group in tree["param_groups"]]
+        self._adopt(portrait, state, groups)
+
+
+def _is_complete(tree: Any) -> bool:
+    complete = []
+    replaced(tree, BoxTensor, lambda tensor: complete.append(tensor.is_complete))
+    return all(complete)
+
+
+def _value(tensor: BoxTensor) -> torch.Tensor:
+    return tensor.loaded().whole()
+
+
+def flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The form that ``flatten_optimizer_state_dict=True`` gives: one key per value, the options
+    of a group repeated for each of its parameters."""
+    flat = {
+        f"state.{name}.{key}": value
+        for name, state in tree["state"].items()
+        for key, value in state.items()
+    }
+    for group in tree["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for name in group["params"]:
+            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
+    return flat
+
+
+def unflattened(flat: Mapping[str, Any], portrait: Portrait) -> dict[str, Any]:
+    """The inverse, for the parameters and groups of a portrait."""
+    tree = portrait.tree()
+    state = {
+        name: {key: flat[f"state.{name}.{key}"] for key in of_param}
+        for name, of_param in tree["state"].items()
+    }
+    groups = []
+    for number, group in enumerate(tree["param_groups"]):
+        names, options = group["params"], {}
+        for key in group.keys() - {"params"} if names else ():
+            values = [flat[f"param_groups.{name}.{key}"] for name in names]
+            if not isinstance(values[0], torch.Tensor) and any(v != values[0] for v in values):
+                raise ValueError(
+                    f"the parameters of group {number} have different values of {key!r} in the "
+                    "checkpoint: they were in different groups when it was written"
+                )
+            options[key] = values[0]
+        groups.append({**options, "params": names})
+    return {"state": state, "param_groups": groups}
