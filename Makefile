@@ -17,7 +17,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-torch lint types format \
-        bench-balance bench-plan bench-cuts bench-consolidate clean
+        bench-balance bench-plan bench-cuts bench-consolidate bench-checkpoint clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -58,6 +58,9 @@ bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
 
 bench-consolidate: $(VENV)/.installed ## time and memory of collecting the full state
 	$(BIN)/python benchmarks/consolidate.py
+
+bench-checkpoint: $(VENV)/.installed ## time and memory of writing and reading checkpoints
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## remove caches and build leftovers, keep the virtual environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

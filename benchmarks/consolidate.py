@@ -14,11 +14,6 @@ Methods take turns, and medians are shown; memory is the largest growth of a pro
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import statistics
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,23 +21,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from measuring import (
+    MB,
+    Sample,
+    Samples,
+    gathered,
+    growths,
+    make_state,
+    measure,
+    model_of,
+    on_ranks,
+    slowest,
+)
 
 from onecopy import ZeroRedundancyOptimizer
 
-MB = 10**6
 TARGET = 0
-WIDTH = 1024
 
 RAW, FRESH = "raw gather", "raw gather, fresh memory"
 OURS, TORCHS = "onecopy", "torch"
-
-
-class Sample(NamedTuple):
-    """One call of one method on one rank."""
-
-    seconds: float
-    growth: float  # of resident memory, in bytes, at most during the call
 
 
 class Method(NamedTuple):
@@ -52,45 +49,6 @@ class Method(NamedTuple):
 
 
 # -------------------------------------------------------------------------- one rank
-
-
-def resident(field: str) -> int:
-    """VmRSS, or VmHWM: the most that was resident since the last reset. In bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"this system does not tell {field} in /proc/self/status")
-
-
-def measure(call: Callable[[], None]) -> Sample:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else the next call finds the pages of the last one
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = resident("VmRSS")
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    seconds = time.perf_counter() - start
-    return Sample(seconds, resident("VmHWM") - before)
-
-
-def model_of(state_bytes: int) -> list[torch.nn.Parameter]:
-    """Matrices and vectors as in a transformer; AdamW keeps 8 bytes for each element."""
-    elements, shapes = state_bytes // 8, []
-    while elements > 0:
-        for shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH,), (4 * WIDTH, WIDTH), (WIDTH,), (WIDTH,)):
-            rows = min(shape[0], -(-elements // (shape[1] if len(shape) == 2 else 1)))
-            if rows > 0:
-                shapes.append((rows, *shape[1:]))
-                elements -= torch.Size(shapes[-1]).numel()
-    return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-
-
-def make_state(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:
-    for param in params:
-        param.grad = torch.full_like(param, 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def state_bytes(state: Any) -> int:
@@ -143,10 +101,7 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
     return found
 
 
-def run_rank(rank: int, world: int, args: argparse.Namespace, directory: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+def run_rank(_: Path, args: argparse.Namespace) -> None:
     turns = methods(args)
     for method in turns.values():  # connections, first use of code
         if method.rounds == args.rounds:
@@ -158,35 +113,28 @@ def run_rank(rank: int, world: int, args: argparse.Namespace, directory: str) ->
             if number < method.rounds:
                 samples[name].append(measure(method.call))
                 method.clean_up()
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, samples)
-    if rank == TARGET:
-        print_table(everyone, world, args.mb)
-    dist.destroy_process_group()
+    everyone = gathered(samples)
+    if dist.get_rank() == TARGET:
+        print_table(everyone, args.mb)
 
 
 # -------------------------------------------------------------------------- the table
 
 
-def print_table(everyone: list[dict[str, list[Sample]]], world: int, mb: int) -> None:
+def print_table(everyone: list[Samples], mb: int) -> None:
+    world = len(everyone)
     print(f"\n{world} ranks, {mb} MB of state, {mb // world} MB on each")
     print(f"{'':28}{'seconds':>9}{'MB/s':>8}{'speed':>8}{'target':>13}{'bystander':>13}")
-    raw = seconds_of(everyone, RAW)
+    raw = slowest(everyone, RAW)
     for name in everyone[TARGET]:
-        seconds = seconds_of(everyone, name)
-        growth = [max(s.growth for s in samples[name]) / MB for samples in everyone]
+        seconds = slowest(everyone, name)
+        growth = growths(everyone, name)
         others = max(growth[:TARGET] + growth[TARGET + 1 :])
         print(
             f"{name:28}{seconds:9.3f}{mb / seconds:8.0f}{raw / seconds:8.3g}"
             f"{growth[TARGET]:+10.0f} MB{others:+10.0f} MB",
             flush=True,
         )
-
-
-def seconds_of(everyone: list[dict[str, list[Sample]]], name: str) -> float:
-    """Median over the rounds of the slowest rank's time."""
-    rounds = zip(*(samples[name] for samples in everyone), strict=True)
-    return statistics.median(max(sample.seconds for sample in ranks) for ranks in rounds)
 
 
 def main() -> None:
@@ -199,8 +147,7 @@ def main() -> None:
     args = parser.parse_args()
     print("speed: of the raw gather = 1. target, bystander: growth of resident memory at the peak")
     for world in args.ranks:
-        with tempfile.TemporaryDirectory() as directory:
-            torch.multiprocessing.spawn(run_rank, (world, args, directory), nprocs=world)
+        on_ranks(world, run_rank, args)
 
 
 if __name__ == "__main__":

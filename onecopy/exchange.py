@@ -17,7 +17,8 @@ from typing import Any
 from onecopy.agreement import name_ranks
 
 _BEAT_SECONDS = 1.0
-_LONGEST_NAP = 0.5
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.5
+_NAP_SHARE = 0.02  # of the time waited so far: what a nap may add to it
 
 
 @dataclass(slots=True)
@@ -103,15 +104,17 @@ class Exchange:
 
     def _wait_for(self, keys: dict[int, str]) -> None:
         seen: dict[int, tuple[str, float]] = {}
-        nap = 0.001
-        while keys:
+        start = next_look = time.monotonic()
+        while True:
             keys = {rank: key for rank, key in keys.items() if not self.store.check([key])}
             if not keys:
                 return
-            self._require_signs_of_life(keys, seen)
+            now = time.monotonic()
+            if now >= next_look:
+                self._require_signs_of_life(keys, seen)
+                next_look = now + _BEAT_SECONDS
             self.beat()
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(min(max(_SHORTEST_NAP, _NAP_SHARE * (now - start)), _LONGEST_NAP))
 
     def _require_signs_of_life(
         self, keys: dict[int, str], seen: dict[int, tuple[str, float]]

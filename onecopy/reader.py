@@ -200,6 +200,14 @@ class Reader:
                 target = target.narrow(dim, first - box.offsets[dim], length)
             target.copy_(source)
             del source, raw
+        self._let_go(chunk.place)
+
+    def _let_go(self, place: Place) -> None:
+        """Pages that were read count as this process's memory until they are given back."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            length = place.offset + place.length - start
+            self._maps[place.file].madvise(mmap.MADV_DONTNEED, start, length)
 
     def _entry(self, place: Place, key: str) -> memoryview:
         mapped = self._maps.get(place.file)

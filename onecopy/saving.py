@@ -4,7 +4,8 @@
 
     all ranks     agree that they save the same
     each rank     writes its boxes to a new file                  (nobody waits in a collective)
-    rank 0        writes .metadata, which names those files, in one instant; removes older files
+    rank 0        writes .metadata, which names those files, in one instant
+    all ranks     remove the files of the checkpoint before
 
 Until that instant the directory holds the previous checkpoint, and after it the new one: a process
 that is killed at any moment leaves one of the two.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,16 @@ def save(transport: Transport, portrait: Portrait, directory: Path, flatten: boo
 
             return list(_write(portrait, tree, directory, mine, flatten, wrote))
 
-    def complete(reports: list[Any]) -> None:
+    def complete(reports: list[Any]) -> list[str]:
         written = [_from_json(entry) for report in reports for entry in report]
         _require_visible(directory, written)
         older = _files_of(directory)
         write_metadata(directory, written)
-        _remove(directory, older - {entry.place.file for entry in written})
+        return sorted(older - {entry.place.file for entry in written})
 
     try:
-        exchange.run(write, complete)
+        older = exchange.run(write, complete)
+        _remove(directory, older[transport.rank :: transport.world_size])
     except Exception:
         with contextlib.suppress(OSError):
             (directory / mine).unlink()
@@ -208,7 +210,7 @@ def _files_of(directory: Path) -> set[str]:
     return found
 
 
-def _remove(directory: Path, files: set[str]) -> None:
+def _remove(directory: Path, files: Sequence[str]) -> None:
     for file in files:
         if Path(file).name == file:  # never outside, whatever a metadata file may say
             with contextlib.suppress(OSError):

@@ -40,6 +40,7 @@ ORDER = (
     "progress",
     "archive",
     "reader",
+    "zipped",
     "writer",
     "saving",
     "loading",
@@ -168,6 +169,7 @@ PICKLE_USED = {
     "archive": {"pickle.Unpickler"},
     "reader": {"pickle.Unpickler"},
     "writer": {"pickle.dumps"},
+    "zipped": {"pickle.Pickler"},
 }
 
 

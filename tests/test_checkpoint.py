@@ -1,0 +1,411 @@
+"""Sharded checkpoints of ours, read by ours: any number of ranks to any other, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoints import (
+    ALL_SIZES,
+    CASES,
+    EVERY_CASE,
+    EVERY_WAY,
+    SMALL_BUCKETS,
+    WAYS,
+    Case,
+    Crews,
+    Run,
+    assert_like,
+    assert_one_copy,
+    copy_parameters,
+    freeze,
+    large,
+    load,
+    save,
+    shelf_of,
+    slow_down,
+    tied,
+    train,
+)
+from harness import World, distributed
+from models import Mlp
+from test_state import set_gradients
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from onecopy import ZeroRedundancyOptimizer
+
+# ---------------------------------------- any ranks to any ranks ----------------------------------
+
+
+def used_before(case: Case, crews: Crews, size: int) -> Run:
+    """An optimizer with state of its own, which a load has to replace."""
+    run = case.ours(crews[size])
+    train([run], [100])
+    return run
+
+
+def resume(
+    case: Case, crews: Crews, path: Path, saved: int, loads: Sequence[tuple[int, str, str]]
+) -> None:
+    """Save on `saved` ranks; load on (size, saved in which way, loaded in which way), go on."""
+    plain, saver = case.plain(), case.ours(crews[saved])
+    train([plain, saver], range(2))
+    slow_down([plain, saver])
+    for way in {source: None for _, source, _ in loads}:
+        save(saver, path / way, way)
+    for size, source, way in loads:
+        print(f"saved on {saved} ranks by {source}, loaded on {size} by {way}")
+        loader, reference = used_before(case, crews, size), copy.deepcopy(plain)
+        load(loader, path / source, way)
+        copy_parameters(loader, reference)
+        assert_like(loader, reference)
+        assert_one_copy(loader)
+        train([reference, loader], range(2, 4))
+        assert_like(loader, reference)
+    train([plain, saver], range(2, 4))
+    assert_like(saver, plain)
+
+
+@distributed(4)
+@EVERY_CASE
+def test_a_checkpoint_is_read_by_another_number_of_ranks(
+    world: World, name: str, tmp_path: Path
+) -> None:
+    """Two of sixteen pairs and of four ways for each case; all of them in the next test."""
+    number = list(CASES).index(name)
+    saved, first, second = (n % 4 + 1 for n in (1 + number // 4, number, 2 + number))
+    way, other = WAYS[number % 2], WAYS[1 - number % 2]
+    loads = [(first, way, way), (second, way, other)]
+    resume(CASES[name], Crews(world), tmp_path, saved, loads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ALL_SIZES)
+@distributed(4, timeout=180)
+@EVERY_CASE
+def test_a_checkpoint_of_any_number_of_ranks_is_read_by_any_other(
+    world: World, name: str, saved: int, tmp_path: Path
+) -> None:
+    loads = list(itertools.product(ALL_SIZES, WAYS, WAYS))
+    resume(CASES[name], Crews(world), tmp_path, saved, loads)
+
+
+# ---------------------------------------- state that does not exist ----------------------------
+
+
+def read_back(case: Case, crews: Crews, path: Path, saver: Run, plain: Run) -> Iterator[Run]:
+    """Loaders on another number of ranks, in all ways, some with state of their own before."""
+    for source in WAYS:
+        save(saver, path / source, source)
+    for source, way in itertools.product(WAYS, WAYS):
+        print(f"saved by {source}, loaded by {way}")
+        is_used = source == way
+        loader = used_before(case, crews, 3) if is_used else case.ours(crews[3])
+        load(loader, path / source, way)
+        copy_parameters(loader, plain)
+        yield loader
+
+
+@distributed(3)
+@EVERY_CASE
+def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
+    world: World, name: str, tmp_path: Path
+) -> None:
+    case, crews = CASES[name], Crews(world)
+    start = case.plain()
+    for loader in read_back(case, crews, tmp_path, case.ours(crews[2]), start):
+        plain = copy.deepcopy(start)
+        assert_like(loader, plain)
+        train([plain, loader], range(2))
+        assert_like(loader, plain)
+
+
+@distributed(3)
+@EVERY_CASE
+def test_a_parameter_without_gradients_until_now_begins_after_the_load(
+    world: World, name: str, tmp_path: Path
+) -> None:
+    case, crews = CASES[name], Crews(world)
+    start, saver = case.plain(), case.ours(crews[2])
+    train([start, saver], range(2), unused=[0, 2])
+    for loader in read_back(case, crews, tmp_path, saver, start):
+        plain = copy.deepcopy(start)
+        assert_like(loader, plain)
+        train([plain, loader], [2], unused=[0])
+        train([plain, loader], [3])
+        assert_like(loader, plain)
+
+
+# ---------------------------------------- frozen and unfrozen ----------------------------------
+
+
+FROZEN_CASES = pytest.mark.parametrize(
+    "name", [n for n in ("AdamW", "dampening", "Adagrad", "Muon", "opaque", "whole") if n in CASES]
+)
+
+
+def frozen_from_the_start(case: Case, numbers: Sequence[int]) -> Case:
+    def model() -> nn.Module:
+        made = case.model()
+        for number in numbers:
+            list(made.parameters())[number].requires_grad_(False)
+        return made
+
+    return dataclasses.replace(case, model=model)
+
+
+@distributed(3)
+@FROZEN_CASES
+def test_what_was_frozen_when_it_was_saved_can_be_trained_after_the_load(
+    world: World, name: str, tmp_path: Path
+) -> None:
+    frozen, crews = frozen_from_the_start(CASES[name], [1, 2]), Crews(world)
+    plain, saver = frozen.plain(), frozen.ours(crews[2])
+    train([plain, saver], range(2))
+    for source in WAYS:
+        save(saver, tmp_path / source, source)
+        resumed_plain = copy.deepcopy(plain)
+        loader = CASES[name].ours(crews[3])
+        load(loader, tmp_path / source, "own")
+        copy_parameters(loader, plain)
+        freeze([resumed_plain], [1, 2], frozen=False)
+        assert_like(loader, resumed_plain)
+        train([resumed_plain, loader], range(2, 4))
+        assert_like(loader, resumed_plain)
+
+
+@distributed(3)
+@EVERY_WAY
+@FROZEN_CASES
+def test_frozen_on_both_sides_and_trained_later(
+    world: World, name: str, way: str, tmp_path: Path
+) -> None:
+    frozen, crews = frozen_from_the_start(CASES[name], [1, 2]), Crews(world)
+    plain, saver = frozen.plain(), frozen.ours(crews[2])
+    train([plain, saver], range(2))
+    save(saver, tmp_path / "there", way)
+    loader = used_before(frozen, crews, 3)
+    load(loader, tmp_path / "there", way)
+    copy_parameters(loader, plain)
+    train([plain, loader], [2])
+    assert_like(loader, plain)
+    freeze([plain, loader], [1], frozen=False)
+    train([plain, loader], range(3, 5))
+    assert_like(loader, plain)
+
+
+@distributed(3)
+@EVERY_WAY
+@FROZEN_CASES
+def test_state_of_what_is_frozen_now_is_kept_for_later(
+    world: World, name: str, way: str, tmp_path: Path
+) -> None:
+    """Trained, frozen, saved; loaded where it was never trainable; unfrozen there."""
+    case, crews = CASES[name], Crews(world)
+    plain, saver = case.plain(), case.ours(crews[2])
+    train([plain, saver], range(2))
+    freeze([plain, saver], [0, 2])
+    train([plain, saver], [2])
+    save(saver, tmp_path / "there", way)
+    loader = frozen_from_the_start(case, [0, 2]).ours(crews[3])
+    load(loader, tmp_path / "there", "own")
+    copy_parameters(loader, plain)
+    assert_like(loader, plain)
+    train([plain, loader], [3])
+    assert_like(loader, plain)
+    freeze([plain, loader], [0, 2], frozen=False)
+    train([plain, loader], range(4, 6))
+    assert_like(loader, plain)
+
+
+# ---------------------------------------- names ----------------------------------------
+
+
+def sharded_names(opt: ZeroRedundancyOptimizer, module: nn.Module | None = None) -> set[str]:
+    """Names of the state and of the groups, which must be the same, over all ranks."""
+    shown = opt.sharded(module).state_dict()
+    states: list[Any] = [None] * opt.world_size
+    dist.all_gather_object(states, set(shown["state"]))
+    listed = {name for group in shown["param_groups"] for name in group["params"]}
+    assert set().union(*states) == listed
+    return listed
+
+
+def stepped(params: Any, model: nn.Module) -> ZeroRedundancyOptimizer:
+    opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW, bucket_mb=SMALL_BUCKETS, lr=0.01)
+    set_gradients([list(model.parameters())], 1)
+    opt.step()
+    return opt
+
+
+@distributed(1, 2, 3)
+def test_wrappers_leave_no_trace_in_the_names(world: World) -> None:
+    model = Mlp()
+    expected = {name for name, _ in model.named_parameters()}
+    opt = stepped(model.parameters(), model)
+    compiled = torch.compile(model)
+    assert sharded_names(opt, model) == expected
+    assert sharded_names(opt, DistributedDataParallel(model)) == expected
+    assert sharded_names(opt, compiled) == expected
+    assert sharded_names(opt, DistributedDataParallel(compiled)) == expected
+    model.first = checkpoint_wrapper(model.first)
+    assert "_checkpoint_wrapped_module" in dict(model.first.named_children())
+    assert sharded_names(opt, model) == expected
+    assert sharded_names(opt, torch.compile(DistributedDataParallel(model))) == expected
+    theirs = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    assert set(theirs["state"]) == expected
+
+
+@distributed(1, 2, 3)
+def test_names_given_at_construction_are_those_of_the_module(world: World) -> None:
+    model = Mlp()
+    expected = {name for name, _ in model.named_parameters()}
+    wrapped = DistributedDataParallel(torch.compile(model))
+    assert "module._orig_mod.first.weight" in dict(wrapped.named_parameters())
+    for named in (model, DistributedDataParallel(model), torch.compile(model), wrapped):
+        opt = stepped(named.named_parameters(), model)
+        assert sharded_names(opt) == expected
+        assert sharded_names(opt, model) == expected
+    groups = [{"params": list(m.named_parameters(n))} for n, m in model.named_children()]
+    opt = stepped(groups, model)
+    assert sharded_names(opt) == expected
+
+
+@distributed(1, 2, 3)
+def test_a_module_whose_own_child_is_called_module_keeps_its_name(world: World) -> None:
+    model = nn.Sequential()
+    model.module = Mlp()
+    opt = stepped(model.parameters(), model)
+    assert sharded_names(opt, model) == {name for name, _ in model.named_parameters()}
+
+
+@distributed(1, 2, 3)
+def test_a_tied_weight_is_saved_once_under_its_first_name(world: World) -> None:
+    model = tied()
+    opt = stepped(model.parameters(), model)
+    expected = {name for name, _ in model.named_parameters()}
+    assert "embedding.weight" in expected
+    assert sharded_names(opt, model) == expected
+
+
+@distributed(1, 2, 3)
+def test_a_module_without_our_parameters_is_refused_on_all_ranks(
+    world: World, tmp_path: Path
+) -> None:
+    model = Mlp()
+    opt = stepped(model.parameters(), model)
+    for act in (opt.save, opt.load):
+        with pytest.raises(ValueError, match="not in the module"):
+            act(tmp_path / "there", Mlp())
+    with pytest.raises(ValueError, match="not in the module"):
+        opt.sharded(Mlp()).state_dict()
+    assert not (tmp_path / "there").exists()
+
+
+@distributed(2, 3)
+def test_without_names_parameters_are_known_by_position(world: World, tmp_path: Path) -> None:
+    case, crews = CASES["AdamW"], Crews(world)
+    plain, saver = case.plain(), case.ours(crews[world.size])
+    train([plain, saver], range(2))
+    numbers = range(len(saver.params))
+    assert sharded_names(saver.opt) == {f"by_index.{number}" for number in numbers}
+    saver.opt.save(tmp_path / "own")
+    dcp.save({"optim": saver.opt.sharded()}, checkpoint_id=tmp_path / "dcp")
+    for source, way in itertools.product(WAYS, WAYS):
+        loader = used_before(case, crews, 2)
+        if loader.is_mine and way == "own":
+            loader.opt.load(tmp_path / source)
+        elif loader.is_mine:
+            what = {"optim": loader.opt.sharded()}
+            dcp.load(what, checkpoint_id=tmp_path / source, process_group=loader.crew.group)
+        copy_parameters(loader, plain)
+        reference = copy.deepcopy(plain)
+        assert_like(loader, reference)
+        train([reference, loader], range(2, 4))
+        assert_like(loader, reference)
+
+
+@distributed(2, 3)
+def test_positions_are_read_by_a_job_that_has_names(world: World, tmp_path: Path) -> None:
+    case, crews = CASES["AdamW"], Crews(world)
+    plain, saver = case.plain(), case.ours(crews[world.size])
+    train([plain, saver], range(2))
+    saver.opt.save(tmp_path / "there")
+    loader = used_before(case, crews, 2)
+    load(loader, tmp_path / "there", "own")
+    copy_parameters(loader, plain)
+    train([plain, loader], range(2, 4))
+    assert_like(loader, plain)
+
+
+@distributed(1, 2, 3)
+@EVERY_WAY
+def test_names_in_the_file_and_none_here_is_an_error_that_says_what_to_do(
+    world: World, way: str, tmp_path: Path
+) -> None:
+    case, crews = CASES["AdamW"], Crews(world)
+    plain, saver = case.plain(), case.ours(crews[world.size])
+    train([plain, saver], range(2))
+    save(saver, tmp_path / "there", way)
+    train([plain, saver], [2])
+    with pytest.raises(ValueError, match=r"load\(path, module\)"):
+        saver.opt.load(tmp_path / "there")
+    assert_like(saver, plain)
+    train([plain, saver], [3])
+    assert_like(saver, plain)
+
+
+# ---------------------------------------- fused ----------------------------------------
+
+
+@distributed(4)
+@EVERY_WAY
+def test_a_file_of_a_fused_optimizer_makes_another_plan(
+    world: World, way: str, tmp_path: Path
+) -> None:
+    fused = Case(shelf_of(large), torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    usual = dataclasses.replace(fused, options={"lr": 0.01})
+    crews = Crews(world)
+    start, saver = fused.plain(), fused.ours(crews[3])
+    train([start, saver], range(2))
+    save(saver, tmp_path / "there", way)
+    for size in ALL_SIZES:
+        plain, loader = copy.deepcopy(start), used_before(usual, crews, size)
+        load(loader, tmp_path / "there", "own")
+        copy_parameters(loader, plain)
+        assert_like(loader, plain)
+        assert_one_copy(loader)
+        if loader.is_mine:
+            assert loader.opt.param_groups[0]["fused"] is True
+        train([plain, loader], range(2, 5))
+        assert_like(loader, plain)
+
+
+@distributed(2, 3)
+@EVERY_WAY
+def test_dcp_cannot_make_another_plan_and_says_what_to_do(
+    world: World, way: str, tmp_path: Path
+) -> None:
+    fused = Case(shelf_of(large), torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    usual = dataclasses.replace(fused, options={"lr": 0.01})
+    crews = Crews(world)
+    saver = used_before(fused, crews, world.size)
+    save(saver, tmp_path / "there", way)
+    plain, loader = usual.plain(), usual.ours(crews[world.size])
+    train([plain, loader], range(2))
+    with pytest.raises(Exception, match=r"fused=True"):
+        load(loader, tmp_path / "there", "dcp")
+    assert_like(loader, plain)
+    train([plain, loader], range(2, 4))
+    assert_like(loader, plain)
