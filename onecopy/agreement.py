@@ -66,7 +66,7 @@ def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) 
         lines = ["prepared without an error", *prepare()]
     except Exception as error:
         failure = error
-        lines = [f"raised {type(error).__name__}: {error}"]
+        lines = [f"raised {_builtin_class(error).__name__}: {error}"]
     try:
         require_agreement(channel, subject, lines)
     except RanksDisagree as disagreement:
@@ -76,9 +76,20 @@ def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) 
         raise failure
 
 
+_BUILTIN_CLASSES = (
+    *(TypeError, KeyError, IndexError, NotImplementedError, RuntimeError),
+    *(FileNotFoundError, PermissionError, OSError),
+)
+
+
+def _builtin_class(error: Exception) -> type:
+    """The nearest class of an error that exists on every rank."""
+    return next((cls for cls in type(error).__mro__ if cls in _BUILTIN_CLASSES), type(error))
+
+
 def _in_the_class_raised(disagreement: RanksDisagree) -> RanksDisagree:
     """So that ``except TypeError`` works on all ranks if a TypeError was raised on one."""
-    for base in (TypeError, KeyError, IndexError, NotImplementedError, RuntimeError):
+    for base in _BUILTIN_CLASSES:
         if any(view.startswith(f"raised {base.__name__}:") for view in disagreement.views):
             both = type(RanksDisagree.__name__, (RanksDisagree, base), {})
             found: RanksDisagree = both(str(disagreement), disagreement.views)

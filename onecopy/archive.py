@@ -98,23 +98,35 @@ _RECORDS = {
 }
 
 
-def _keep(*args: Any) -> Any:
-    return args[0] if len(args) == 1 else args
+class Inert:
+    """Stands in for a function of the metadata: gives back what it is called with."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> Any:
+        return args[0] if len(args) == 1 else args
+
+    def __setstate__(self, state: Any) -> None:
+        raise DamagedCheckpoint("a pickle that changes what it is read with: refused")
 
 
 _INERT = {
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _keep,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _keep,
+    ("torch.serialization", "_get_layout"): Inert,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Inert,
     **{
-        (module, name): _keep
+        (module, name): Inert
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+# The one in Python: that in C reserves memory for as many objects as a damaged file may claim.
+SafeUnpickler: Any = pickle._Unpickler
+
+
+class _MetadataUnpickler(SafeUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         found: Any = _RECORDS.get((module, name)) or _INERT.get((module, name))
         if found is None and module == "torch":
@@ -164,7 +176,11 @@ def _contents(read: Any) -> Contents:
         elif (place := places.get(_index(key, None))) is not None:
             entries[key] = ValueEntry(place)
     paths = read.planner_data or {}
-    return Contents(entries, {key: tuple(paths.get(key, (key,))) for key in entries})
+    for key in entries:
+        path = paths.get(key, (key,))
+        if not isinstance(path, tuple) or ".".join(map(str, path)) != key:
+            raise DamagedCheckpoint(f"{METADATA} has {path!r} in place of the path of {key}")
+    return Contents(entries, {key: paths.get(key, (key,)) for key in entries})
 
 
 def _index(key: str, offset: tuple[int, ...] | None) -> _Index:

@@ -11,6 +11,7 @@ be told from real state when it is read again, the zeros are negative: -0.0, a z
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,20 +72,46 @@ def is_toy_shaped(value: torch.Tensor) -> bool:
     return tuple(value.shape) == _TOY_SHAPE
 
 
-def does_not_exist_yet(state: Mapping[str, Any], maker: Maker) -> bool:
-    """Whether this was written for state that did not exist: negative zeros throughout."""
+class Begun(enum.IntEnum):
+    """Whether state that was read existed when it was written."""
+
+    YES = 0
+    CANNOT_BE_TOLD = 1  # it has no elements
+    NO = 2
+
+
+def begun(state: Mapping[str, Any], maker: Maker) -> Begun:
+    """State that did not exist was written as negative zeros throughout."""
     marks = [
-        value
+        leaf
         for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and _STARTS.get(maker.optimizer_class, {}).get(key) is None
+        if _STARTS.get(maker.optimizer_class, {}).get(key) is None
+        for leaf in tensors_in(value)
+        if leaf.is_floating_point()
     ]
     with_elements = [mark for mark in marks if mark.numel()]
+    if marks and not with_elements:
+        return Begun.CANNOT_BE_TOLD
     # The first elements tell in nearly all cases, without reading everything.
-    return bool(with_elements) and all(
+    zeros = all(
         _is_negative_zero(mark.flatten()[:1]) and _is_negative_zero(mark) for mark in with_elements
     )
+    return Begun.NO if with_elements and zeros else Begun.YES
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in tensors_in(item)]
+    return []
+
+
+def number_at_start(value: Any) -> Any:
+    """A plain value of a state as it is before the first step."""
+    return type(value)(0) if type(value) in (int, float) else value
 
 
 def _is_negative_zero(values: torch.Tensor) -> bool:

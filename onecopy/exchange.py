@@ -31,6 +31,7 @@ class Exchange:
     token: str  # the same on all ranks, and new for each round
     patience: float  # seconds without a sign of life until a rank is given up
     what: str  # what is being done, for errors
+    is_decided: bool = False  # rank 0 has said how it ended
     _beats: int = 0
     _last_beat: float = field(default_factory=time.monotonic)
 
@@ -61,6 +62,7 @@ class Exchange:
                 decision = json.dumps([decided, _described(refusal)])
                 error = refusal
         answer, reason = json.loads(self.answer(decision))
+        self.is_decided = True
         if reason is not None:
             raise _as_exception(*reason) from error
         return answer

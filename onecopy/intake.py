@@ -5,6 +5,8 @@ Everything that can be wrong with parameters and groups is found here, before an
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,14 +186,26 @@ def policy_of(
     )
 
 
-def flags_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_options(cls: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group's options that the class takes. It may keep others there for itself."""
+    hashable: Any = cls
+    taken = _parameters_of(hashable)
+    return {key: value for key, value in options_of(options).items() if key in taken}
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters_of(cls: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)
+
+
+def flags_of(cls: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
     """The options that switch something: those that may change what a class does with a tensor.
 
     Numbers are left out, because schedulers change them in every step.
     """
     return {
         key: value
-        for key, value in options_of(group).items()
+        for key, value in constructor_options(cls, group).items()
         if value is None or isinstance(value, (bool, str))
     }
 

@@ -102,6 +102,7 @@ class LocalOptimizer:
         self._inners: dict[type[Optimizer], Inner] = {}
         self._default_class = default_class
         self._defaults = dict(defaults)
+        self.state = OwnedState(self)
 
     # ------------------------------------------------------------------ parameters and groups
 
@@ -235,10 +236,6 @@ class LocalOptimizer:
         """The full defaults of the constructor's class, as it completed them."""
         inner = self._inners.get(self._default_class)
         return dict(self._defaults) if inner is None else inner.optimizer.defaults
-
-    @property
-    def state(self) -> OwnedState:
-        return OwnedState(self)
 
     def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Forget all state; take over this, which is keyed by our tensors."""

@@ -20,13 +20,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
-from onecopy.fragments import Portrait
 from onecopy.intake import (
     NOT_OPTIONS,
     GroupPolicy,
     as_groups,
     check_options,
     check_tensors,
+    constructor_options,
     first_device,
     flags_of,
     options_of,
@@ -39,6 +39,7 @@ from onecopy.loading import load as load_checkpoint
 from onecopy.local import LocalOptimizer, OwnedState, Replay
 from onecopy.naming import names_of
 from onecopy.plan import Plan, make_plan
+from onecopy.portrait import Portrait
 from onecopy.replicas import require_equal_replicas
 from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
@@ -131,7 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         agree(self._transport, "building the optimizer", prepare)
         self.defaults = self._local.defaults
-        self._flags = [flags_of(group) for group in self.param_groups]
+        self._flags = self._flags_now()
         self._shards.look_for_modules()
         self._shards.settle()
         self._transport.note("optimizer built")
@@ -142,7 +143,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> OwnedState:
         """The state of what this rank owns."""
-        return OwnedState(self._local)
+        return self._local.state
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
@@ -213,7 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[before:]
             raise
         self.defaults = self._local.defaults
-        self._flags = [flags_of(group) for group in self.param_groups]
+        self._flags = self._flags_now()
         self._forget_full_state("a parameter group was added after the last consolidation")
         self._shards.look_for_modules()
         self._shards.settle()
@@ -240,19 +241,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
-        flags = [flags_of(group) for group in self.param_groups]
+        flags = self._flags_now()
         if flags != self._flags:
             policies = self._policies(self.param_groups)
             if self.world_size > 1:
                 self._roster.require_plan_fits(policies)
             self._flags = flags
 
+    def _flags_now(self) -> list[dict[str, Any]]:
+        pairs = zip(self._roster.policies, self.param_groups, strict=True)
+        return [flags_of(policy.optimizer_class, group) for policy, group in pairs]
+
     def _policies(self, groups: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
-        """How groups with these options are sharded."""
-        return [
-            self._policy({**ours, **options_of(group)}, self._local.given_defaults)
-            for ours, group in zip(self.param_groups, groups, strict=True)
-        ]
+        """How our groups would be sharded with the options of these."""
+        found = []
+        for policy, ours, theirs in zip(
+            self._roster.policies, self.param_groups, groups, strict=True
+        ):
+            options = constructor_options(policy.optimizer_class, {**ours, **theirs})
+            fixed = {key: ours[key] for key in NOT_OPTIONS if key in ours}
+            found.append(self._policy({**fixed, **options}, self._local.given_defaults))
+        return found
 
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
@@ -422,7 +431,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group.clear()
             group.update(kept)
             group.update(options_of(inner))
-        self._flags = [flags_of(group) for group in self.param_groups]
+        self._flags = self._flags_now()
         self._forget_full_state("a state dict was loaded after the last consolidation")
 
     def _forget_full_state(self, why: str) -> None:
@@ -510,12 +519,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         state: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        portrait.require_all_in(groups)
-        options = portrait.options_from(groups)
-        if self.world_size > 1:
-            self._roster.require_plan_fits(self._policies(options))
-        frozen = portrait.frozen_from(state)
-        self._adopt(Loadable(frozen, {}, options, portrait.pieces_from(state)))
+        options: list[dict[str, Any]] = []
+
+        def prepare() -> list[str]:
+            portrait.require_all_in(groups)
+            options.extend(portrait.options_from(groups))
+            if self.world_size > 1:
+                self._roster.require_plan_fits(self._policies(options))
+            return []
+
+        agree(self._transport, "loading a checkpoint", prepare)
+        pieces = portrait.pieces_from(state)
+        said, _ = self._transport.minimum_and_maximum(portrait.beginnings(pieces))
+        pieces = portrait.without(pieces, portrait.names_not_begun(said))
+        self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces))
 
     # ------------------------------------------------------------------ as torch's class has it
 

@@ -9,10 +9,10 @@ verified.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import mmap
 import os
-import pickle
 import struct
 import zipfile
 import zlib
@@ -25,7 +25,9 @@ from onecopy.archive import (
     METADATA,
     Chunk,
     DamagedCheckpoint,
+    Inert,
     Place,
+    SafeUnpickler,
     TensorEntry,
     ValueEntry,
     as_sizes,
@@ -58,9 +60,14 @@ class _Storage(NamedTuple):
     key: str
 
 
-def _rebuild(storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
-    dtype = next((item for item in rest if isinstance(item, torch.dtype)), storage.dtype)
-    return dtype, storage.key, int(offset), as_sizes(size), as_sizes(stride)
+class _Rebuilt(Inert):
+    """Stands in for the function that rebuilds a tensor: keeps what describes it."""
+
+    __slots__ = ()
+
+    def __new__(cls, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
+        dtype = next((item for item in rest if isinstance(item, torch.dtype)), storage.dtype)
+        return dtype, storage.key, int(offset), as_sizes(size), as_sizes(stride)
 
 
 # A dtype as torch.save writes it down; an untyped storage comes with a dtype beside it.
@@ -81,10 +88,10 @@ _STORAGES = {
 }
 
 
-class _TensorUnpickler(pickle.Unpickler):
+class _TensorUnpickler(SafeUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _rebuild
+            return _Rebuilt
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -162,17 +169,21 @@ class Reader:
     def fill(self, box: Box, target: torch.Tensor, entry: TensorEntry, key: str) -> None:
         """Copy a box of a saved tensor into ``target``. Reads no more than that, save for the
         checksum of an entry whose first element is in the box: so each is verified once."""
-        filled = 0
+        filled: list[Box] = []
         for chunk in entry.chunks:
             common = box.overlap(chunk.offsets, chunk.sizes)
-            if common is not None:
-                verify = common.offsets == chunk.offsets
-                self._copy(chunk, common, box, target, key, verify)
-                filled += common.numel
-        if filled != box.numel:
+            if common is None:
+                continue
+            if any(common.overlap(other.offsets, other.sizes) for other in filled):
+                raise DamagedCheckpoint(f"{key} has parts that overlap, at {common.offsets}")
+            verify = common.offsets == chunk.offsets
+            self._copy(chunk, common, box, target, key, verify)
+            filled.append(common)
+        found = sum(common.numel for common in filled)
+        if found != box.numel:
             raise DamagedCheckpoint(
-                f"{key} is not complete: {filled} of {box.numel} elements at {box.offsets} are "
-                "in the checkpoint"
+                f"{key} is not complete: {found} of {box.numel} elements at {box.offsets} are in "
+                "the checkpoint"
             )
 
     def _copy(
@@ -234,14 +245,18 @@ class Reader:
             raise DamagedCheckpoint(f"the file {name}, which holds {key}, is empty") from None
 
 
+@functools.lru_cache(maxsize=1024)  # boxes of one shape are described by the same bytes
+def _described_by(pickled: bytes) -> Any:
+    return _TensorUnpickler(io.BytesIO(pickled)).load()
+
+
 def _find_tensor(data: memoryview, key: str) -> _StoredTensor:
     """Where the bytes of a tensor are in what ``torch.save`` wrote."""
     try:
         with zipfile.ZipFile(io.BufferedReader(_Window(data))) as archive:
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             pickled = archive.read(names["data.pkl"])
-            unpickled = _TensorUnpickler(io.BytesIO(pickled)).load()
-            dtype, storage, offset, size, stride = unpickled
+            dtype, storage, offset, size, stride = _described_by(pickled)
             info = archive.getinfo(names[f"data/{storage}"])
         name_length, extra_length = struct.unpack_from("<HH", data, info.header_offset + 26)
         start = info.header_offset + 30 + name_length + extra_length

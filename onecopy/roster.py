@@ -91,7 +91,8 @@ class Roster:
                 raise RuntimeError(
                     f"the options of group {number} have changed: now {what}, and its tensors were "
                     f"cut for an update that is {before.kind.value} and not fused. Give the "
-                    "constructor or the group these options, or load a state dict with them"
+                    "constructor or the group these options, or load them: load_state_dict(...) "
+                    "and load(path) make another plan"
                 )
 
     @cached_property

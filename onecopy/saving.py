@@ -14,16 +14,19 @@ that is killed at any moment leaves one of the two.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onecopy.agreement import agree
 from onecopy.archive import Place, parse_metadata, read_metadata
-from onecopy.fragments import Fragment, Portrait
+from onecopy.fragments import Fragment, Path_, leaves
 from onecopy.naming import BY_INDEX
+from onecopy.portrait import Portrait
 from onecopy.progress import Progress
 from onecopy.stateful import flattened
 from onecopy.transport import Transport
@@ -33,8 +36,6 @@ from onecopy.writer import Writer, Written, sync_directory, write_metadata
 PREFIX = "optim"
 MARK = "onecopy"
 _OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")
-
-Path_ = tuple[str | int, ...]
 
 
 def save(transport: Transport, portrait: Portrait, directory: Path, flatten: bool) -> None:
@@ -55,29 +56,39 @@ def save(transport: Transport, portrait: Portrait, directory: Path, flatten: boo
     exchange = transport.exchange(token, f"saving to {directory}")
     mine = f"__{transport.rank}_{token}.distcp"
 
-    def write() -> list[Any]:
+    def write() -> tuple[list[Written], list[str]]:
+        directory.mkdir(parents=True, exist_ok=True)  # a network file system may be slow to show it
         with Progress(f"saving to {directory.name}", _nbytes(tree), transport.rank == 0) as bar:
 
             def wrote(nbytes: int) -> None:
                 bar.add(nbytes)
                 exchange.beat()
 
-            return list(_write(portrait, tree, directory, mine, flatten, wrote))
+            written = list(_write(portrait, tree, directory, mine, flatten, wrote))
+        return written, portrait.not_begun()
 
     def complete(reports: list[Any]) -> list[str]:
-        written = [_from_json(entry) for report in reports for entry in report]
+        written = [_from_json(entry) for entries, _ in reports for entry in entries]
         _require_visible(directory, written)
+        not_begun = sorted({name for _, names in reports for name in names})
+        name = f"__{transport.world_size}_{token}.distcp"
+        with Writer(directory, name) as writer:
+            place = writer.append(_mark(portrait, not_begun, written))
+        written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
         older = _files_of(directory)
         write_metadata(directory, written)
         return sorted(older - {entry.place.file for entry in written})
 
     try:
         older = exchange.run(write, complete)
-        _remove(directory, older[transport.rank :: transport.world_size])
     except Exception:
-        with contextlib.suppress(OSError):
-            (directory / mine).unlink()
+        # After silence nobody knows whether rank 0 has completed the checkpoint: what it may name
+        # stays, and is removed by the next save if it does not.
+        if exchange.is_decided:
+            with contextlib.suppress(OSError):
+                (directory / mine).unlink()
         raise
+    _remove(directory, older[transport.rank :: transport.world_size])
 
 
 def _write(
@@ -129,10 +140,9 @@ def _entries(
         )
         for rest, leaf in leaves(of_groups):
             yield (PREFIX, *rest), leaf
-        yield (PREFIX, MARK), _mark(portrait)
 
 
-def _mark(portrait: Portrait) -> dict[str, Any]:
+def _mark(portrait: Portrait, not_begun: list[str], written: list[Written]) -> dict[str, Any]:
     """Says in the file what cannot be seen from its keys."""
     unplanned = portrait.roster.unplanned(portrait.plan)
     made = portrait.made_for_frozen()
@@ -140,21 +150,15 @@ def _mark(portrait: Portrait) -> dict[str, Any]:
         "version": __version__,
         "names": "positions" if portrait.names[0].startswith(BY_INDEX) else "names",
         "frozen": [portrait.names[index] for index in unplanned if index not in made],
+        "not_begun": not_begun,
+        "digest": digest((e.key, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
     }
 
 
-def leaves(tree: Any) -> Iterator[tuple[Path_, Any]]:
-    """(path, value) of everything that has no fragments within it."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            for path, leaf in leaves(value):
-                yield (str(key), *path), leaf
-    elif isinstance(tree, list) and any(isinstance(v, (dict, list, Fragment)) for v in tree):
-        for number, value in enumerate(tree):
-            for path, leaf in leaves(value):
-                yield (number, *path), leaf
-    else:
-        yield (), tree
+def digest(entries: Iterable[tuple[Any, ...]]) -> str:
+    """A fingerprint of all that the metadata says of (key, place, dtype, shape, offsets, sizes)."""
+    lines = sorted(json.dumps(entry) for entry in entries)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _nbytes(tree: Mapping[str, Any]) -> int:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onecopy.fragments import Fragment, Portrait, replaced
+from onecopy.fragments import Fragment, replaced
+from onecopy.portrait import Portrait
 
 if TYPE_CHECKING:  # DCP brings half of torch.distributed, which training does not need
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -27,8 +28,8 @@ if TYPE_CHECKING:  # DCP brings half of torch.distributed, which training does n
 # What DCP and its staging call on a tensor, besides the three methods.
 _ALLOWED = frozenset(
     {
-        *("__get__", "data_ptr", "detach", "dim", "element_size", "is_pinned", "new_empty"),
-        *("numel", "set_", "size", "storage_offset", "stride", "untyped_storage"),
+        *("__get__", "detach", "dim", "element_size", "is_pinned", "numel", "size"),
+        *("storage_offset", "stride", "untyped_storage"),
     }
 )
 
@@ -42,7 +43,7 @@ class BoxTensor(torch.Tensor):
 
     @classmethod
     def of(cls, fragment: Fragment) -> BoxTensor:
-        tensor = torch.empty((), dtype=fragment.dtype).expand(fragment.shape).as_subclass(cls)
+        tensor = _outside(fragment.shape, fragment.dtype).as_subclass(cls)
         tensor.fragment = fragment
         tensor.incoming = None
         tensor.arrived = []
@@ -117,14 +118,44 @@ class BoxTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name == "to":  # how releases before 2.9 stage for async_save
-            return args[0].staged()
+        if name in _STAGING:
+            return _STAGING[name](*args)
         if name not in _ALLOWED:
             raise TypeError(
                 f"{name} on a part of an optimizer's sharded state: it is for dcp.save and "
                 "dcp.load only. For values use optimizer.consolidate_state_dict()"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _outside(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of any shape, in the memory of one element."""
+    return torch.empty((), dtype=dtype).expand(tuple(shape))
+
+
+def _empty(tensor: BoxTensor, *shape: Any) -> BoxTensor:
+    """A tensor to which staging then gives copies of the attributes of another."""
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    return _outside(sizes, tensor.dtype).as_subclass(BoxTensor)
+
+
+def _copy(target: torch.Tensor, source: BoxTensor, *_: Any) -> torch.Tensor:
+    if not isinstance(target, BoxTensor):  # a scalar: staging makes a plain one
+        return target.copy_(source.fragment.whole())
+    for to, from_ in zip(target.fragment.parts, source.fragment.parts, strict=True):
+        to.data.copy_(from_.data)
+    return target
+
+
+# The ways in which torch's stagers copy a tensor for async_save, from 2.6 to 2.13. That there is no
+# memory at all makes them ask for a copy of the object instead of making one of its shape.
+_STAGING: dict[str, Callable[..., Any]] = {
+    "data_ptr": lambda tensor: 0,  # noqa: ARG005
+    "new_empty": _empty,
+    "to": lambda tensor, *_: tensor.staged(),
+    "zeros_like": lambda tensor, *_: tensor.staged(),
+    "copy_": _copy,
+}
 
 
 class ShardedState:

@@ -104,11 +104,14 @@ def write_metadata(directory: Path, entries: Iterable[Written]) -> None:
     """Make what was written the contents of the directory, in one instant."""
     data = pickle.dumps(_as_torch_metadata(entries))
     draft = directory / f"{METADATA}.draft"
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(directory / METADATA)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(directory / METADATA)
+    finally:
+        draft.unlink(missing_ok=True)
     sync_directory(directory)
 
 

@@ -260,6 +260,13 @@ class Case:
         return copy.deepcopy(self.options)
 
 
+def used_before(case: Case, crews: Crews, size: int) -> Run:
+    """An optimizer with state of its own, which a load has to replace."""
+    run = case.ours(crews[size])
+    train([run], [100])
+    return run
+
+
 class Mixture(Case):
     """Muon for matrices, AdamW for vectors: one optimizer of ours, two plain ones."""
 
@@ -292,11 +299,17 @@ class Opaque(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "shape": (1, "a", None)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The base class makes floating point numbers of everything."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["seen"], state["flags"] = state["seen"].long(), state["flags"].bool()
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state, grad = self.state[param], param.grad + group["weight_decay"] * param

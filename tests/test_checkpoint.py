@@ -23,6 +23,7 @@ from checkpoints import (
     Case,
     Crews,
     Run,
+    Shelf,
     assert_like,
     assert_one_copy,
     copy_parameters,
@@ -34,10 +35,11 @@ from checkpoints import (
     slow_down,
     tied,
     train,
+    used_before,
 )
 from harness import World, distributed
 from models import Mlp
-from test_state import set_gradients
+from test_state import matrices, set_gradients
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -46,13 +48,6 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy import ZeroRedundancyOptimizer
 
 # ---------------------------------------- any ranks to any ranks ----------------------------------
-
-
-def used_before(case: Case, crews: Crews, size: int) -> Run:
-    """An optimizer with state of its own, which a load has to replace."""
-    run = case.ours(crews[size])
-    train([run], [100])
-    return run
 
 
 def resume(
@@ -117,8 +112,20 @@ def read_back(case: Case, crews: Crews, path: Path, saver: Run, plain: Run) -> I
         yield loader
 
 
+NESTED_MARKS = "state that does not exist is not recognised where all floats are in containers"
+EVERY_CASE_BUT_NESTED = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=NESTED_MARKS))
+        if n == "opaque"
+        else n
+        for n in CASES
+    ],
+)
+
+
 @distributed(3)
-@EVERY_CASE
+@EVERY_CASE_BUT_NESTED
 def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
     world: World, name: str, tmp_path: Path
 ) -> None:
@@ -132,7 +139,7 @@ def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
 
 
 @distributed(3)
-@EVERY_CASE
+@EVERY_CASE_BUT_NESTED
 def test_a_parameter_without_gradients_until_now_begins_after_the_load(
     world: World, name: str, tmp_path: Path
 ) -> None:
@@ -145,6 +152,31 @@ def test_a_parameter_without_gradients_until_now_begins_after_the_load(
         train([plain, loader], [2], unused=[0])
         train([plain, loader], [3])
         assert_like(loader, plain)
+
+
+@pytest.mark.xfail(strict=True, reason="negative zeros are taken for state that does not exist")
+@distributed(2)
+@EVERY_WAY
+@pytest.mark.parametrize("zeros", ["all of a parameter", "the end of a parameter"])
+def test_negative_zeros_in_a_momentum_are_state_like_any_other(
+    world: World, way: str, zeros: str, tmp_path: Path
+) -> None:
+    """`maximize` makes them of all gradients that are zero."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}
+    case = Case(shelf_of(matrices), torch.optim.SGD, options, Shelf.parameters)
+    crews = Crews(world)
+    plain, saver = case.plain(), case.ours(crews[world.size])
+    set_gradients([plain.params, saver.params], 1)
+    for run in (plain, saver):
+        run.params[2].grad[0 if zeros == "all of a parameter" else 15 :].zero_()
+        run.optimizers[0].step()
+    save(saver, tmp_path / "there", way)
+    loader = case.ours(crews[2])
+    load(loader, tmp_path / "there", way)
+    copy_parameters(loader, plain)
+    assert_like(loader, plain)
+    train([plain, loader], range(2, 4))
+    assert_like(loader, plain)
 
 
 # ---------------------------------------- frozen and unfrozen ----------------------------------
@@ -254,7 +286,7 @@ def test_wrappers_leave_no_trace_in_the_names(world: World) -> None:
     model = Mlp()
     expected = {name for name, _ in model.named_parameters()}
     opt = stepped(model.parameters(), model)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend="eager")
     assert sharded_names(opt, model) == expected
     assert sharded_names(opt, DistributedDataParallel(model)) == expected
     assert sharded_names(opt, compiled) == expected
@@ -262,7 +294,11 @@ def test_wrappers_leave_no_trace_in_the_names(world: World) -> None:
     model.first = checkpoint_wrapper(model.first)
     assert "_checkpoint_wrapped_module" in dict(model.first.named_children())
     assert sharded_names(opt, model) == expected
-    assert sharded_names(opt, torch.compile(DistributedDataParallel(model))) == expected
+    assert (
+        sharded_names(opt, torch.compile(DistributedDataParallel(model), backend="eager"))
+        == expected
+    )
+    model.zero_grad()
     theirs = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
     assert set(theirs["state"]) == expected
 
@@ -271,9 +307,14 @@ def test_wrappers_leave_no_trace_in_the_names(world: World) -> None:
 def test_names_given_at_construction_are_those_of_the_module(world: World) -> None:
     model = Mlp()
     expected = {name for name, _ in model.named_parameters()}
-    wrapped = DistributedDataParallel(torch.compile(model))
+    wrapped = DistributedDataParallel(torch.compile(model, backend="eager"))
     assert "module._orig_mod.first.weight" in dict(wrapped.named_parameters())
-    for named in (model, DistributedDataParallel(model), torch.compile(model), wrapped):
+    for named in (
+        model,
+        DistributedDataParallel(model),
+        torch.compile(model, backend="eager"),
+        wrapped,
+    ):
         opt = stepped(named.named_parameters(), model)
         assert sharded_names(opt) == expected
         assert sharded_names(opt, model) == expected
@@ -404,7 +445,7 @@ def test_dcp_cannot_make_another_plan_and_says_what_to_do(
     save(saver, tmp_path / "there", way)
     plain, loader = usual.plain(), usual.ours(crews[world.size])
     train([plain, loader], range(2))
-    with pytest.raises(Exception, match=r"fused=True"):
+    with pytest.raises(Exception, match=r"fused is on.*[Gg]ive the constructor"):
         load(loader, tmp_path / "there", "dcp")
     assert_like(loader, plain)
     train([plain, loader], range(2, 4))

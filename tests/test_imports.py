@@ -36,6 +36,7 @@ ORDER = (
     "join",
     "blueprint",
     "fragments",
+    "portrait",
     "stateful",
     "progress",
     "archive",
@@ -43,6 +44,7 @@ ORDER = (
     "zipped",
     "writer",
     "saving",
+    "saved",
     "loading",
     "optimizer",
     "__init__",
@@ -166,8 +168,7 @@ def test_only_transport_calls_collectives(file: Path) -> None:
 
 # Subclasses that admit a handful of names, and the metadata file that torch wants to be a pickle.
 PICKLE_USED = {
-    "archive": {"pickle.Unpickler"},
-    "reader": {"pickle.Unpickler"},
+    "archive": {"pickle._Unpickler"},
     "writer": {"pickle.dumps"},
     "zipped": {"pickle.Pickler"},
 }

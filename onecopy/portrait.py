@@ -1,0 +1,332 @@
+"""An optimizer's share of the state as a checkpoint sees it: named, and of unsharded shape.
+
+A ``Portrait`` shows the share as a tree in the form of torch's ``get_optimizer_state_dict``::
+
+    {"state": {"layer.weight": {"step": Fragment, "exp_avg": Fragment, ...}, ...},
+     "param_groups": [{"lr": 0.1, ..., "params": ["layer.weight", ...]}]}
+
+and turns such a tree, with its fragments filled, back into the state of each piece.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onecopy.blueprint import Begun, Maker, begun, is_toy_shaped, number_at_start
+from onecopy.boxes import storage_order
+from onecopy.fragments import Fragment, Part, rebuilt, replaced
+from onecopy.intake import options_of
+from onecopy.local import LocalOptimizer, OwnedPiece
+from onecopy.parcels import NotPlain, encode
+from onecopy.plan import Plan
+from onecopy.roster import Roster
+from onecopy.state import require_cut_state
+
+
+@dataclass(frozen=True, slots=True)
+class Portrait:
+    """An optimizer's share of the state, as a checkpoint sees it."""
+
+    local: LocalOptimizer
+    roster: Roster
+    plan: Plan
+    groups: Sequence[Mapping[str, Any]]  # with the options that decide what state there is
+    names: Sequence[str]  # of the parameters, by their number
+    rank: int
+    # What toys showed, by group and dtype: most parameters are alike.
+    _toys: dict[Any, dict[str, Any]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ showing
+
+    def tree(self, live: bool = True) -> dict[str, Any]:
+        """The share, with fragments of the live state, or of what the class would make.
+
+        Where there is no state yet, fragments have the values with which the class starts.
+        """
+        self._require_no_common_state()
+        state = {}
+        for index in self._indices():
+            pieces = self.local.of(self.roster.params[index])
+            of_param = self._state_of(index, pieces, live) if pieces else {}
+            if of_param:
+                state[self.names[index]] = of_param
+        return {"state": {**state, **self._state_of_frozen()}, "param_groups": self.group_trees()}
+
+    def group_trees(self) -> list[dict[str, Any]]:
+        found = []
+        for number, group in enumerate(self.groups):
+            for key, value in options_of(group).items():
+                self._require_plain(value, f"option {key!r} of group {number}")
+            options = replaced(options_of(group), torch.Tensor, self._shared)
+            found.append({**options, "params": self.names_in(number)})
+        return found
+
+    def names_in(self, number: int) -> list[str]:
+        """The names of the parameters of a group."""
+        entries = zip(self.names, self.roster.entries, strict=True)
+        return [name for name, entry in entries if entry.group == number]
+
+    def _indices(self) -> list[int]:
+        return sorted(self.plan.params)
+
+    def _state_of(self, index: int, pieces: Sequence[OwnedPiece], live: bool) -> dict[str, Any]:
+        states = [self.local.state.get(owned.tensor) if live else None for owned in pieces]
+        if pieces[0].is_whole:
+            (state,) = states
+            if state is None:
+                return self._whole_start(index, pieces[0].param)
+            self._require_plain(state, f"the state of {self.names[index]}")
+            shown: dict[str, Any] = replaced(dict(state), torch.Tensor, Fragment.of_whole)
+            return shown
+        if any(state is None for state in states):
+            return self._cut_start(index, pieces)
+        self._require_plain(states[0], f"the state of {self.names[index]}")
+        require_cut_state(states[0] or {}, self.names[index])
+        return {
+            str(key): self._cut_value(pieces, [state[key] for state in states if state])
+            for key in states[0] or ()
+        }
+
+    def _cut_value(self, pieces: Sequence[OwnedPiece], values: Sequence[Any]) -> Any:
+        if not isinstance(values[0], torch.Tensor):
+            return values[0]
+        if values[0].shape != (pieces[0].piece.numel,):
+            return Fragment.of_whole(values[0], is_mine_to_write=_has_first(pieces))
+        return self._cut_fragment(pieces, [value.detach() for value in values])
+
+    def _cut_fragment(self, pieces: Sequence[OwnedPiece], data: Sequence[torch.Tensor]) -> Fragment:
+        param = pieces[0].param
+        parts = tuple(
+            Part(owned.piece.start, owned.piece.stop, values)
+            for owned, values in zip(pieces, data, strict=True)
+        )
+        return Fragment(tuple(param.shape), storage_order(param.shape, param.stride()), parts)
+
+    def maker(self, index: int) -> Maker:
+        number = self.roster.entries[index].group
+        group, cls = self.groups[number], self.roster.policies[number].optimizer_class
+        options = options_of(group)
+        return Maker(
+            cls,
+            lambda stand_in: self.local.construct(cls, [{"params": [stand_in], **options}]),
+            group.get("lr", 0.0),
+        )
+
+    def _whole_start(self, index: int, param: torch.Tensor) -> dict[str, Any]:
+        maker = self.maker(index)
+
+        def started(key: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return number_at_start(value)
+            if value.is_meta:
+                value = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=param.device
+                )
+            return Fragment.of_whole(_filled(value, maker.start_of(key)))
+
+        return {
+            str(key): replaced(
+                value, (torch.Tensor, int, float), functools.partial(started, str(key))
+            )
+            for key, value in maker.state_for(param).items()
+        }
+
+    def _cut_start(self, index: int, pieces: Sequence[OwnedPiece]) -> dict[str, Any]:
+        maker, param = self.maker(index), pieces[0].param
+        found: dict[str, Any] = {}
+        look = (self.roster.entries[index].group, param.dtype, param.device)
+        if look not in self._toys:
+            self._toys[look] = maker.state_for_cut(param.dtype, param.device)
+        for key, value in self._toys[look].items():
+            if not isinstance(value, torch.Tensor):
+                found[key] = number_at_start(value)
+            elif is_toy_shaped(value):
+                start = torch.tensor(maker.start_of(key), dtype=value.dtype, device=value.device)
+                # One element in memory, however long the piece.
+                data = [start.expand(owned.piece.numel) for owned in pieces]
+                found[key] = self._cut_fragment(pieces, data)
+            else:
+                filled = _filled(value, maker.start_of(key))
+                found[key] = Fragment.of_whole(filled, is_mine_to_write=_has_first(pieces))
+        return found
+
+    def _state_of_frozen(self) -> dict[str, Any]:
+        """State that a class makes in its constructor, for parameters that are not planned too."""
+        found = {}
+        for index, made in self.made_for_frozen().items():
+            found[self.names[index]] = replaced(dict(made), torch.Tensor, self._shared)
+        return found
+
+    def _shared(self, tensor: torch.Tensor) -> Fragment:
+        """What all ranks have alike."""
+        return Fragment.of_whole(tensor, is_mine_to_write=self.rank == 0)
+
+    def made_for_frozen(self) -> dict[int, Mapping[str, Any]]:
+        found = {}
+        for index in self.roster.unplanned(self.plan):
+            number, param = self.roster.entries[index].group, self.roster.params[index]
+            cls = self.roster.policies[number].optimizer_class
+            made = self.local.state_made_at_once(cls, self.groups[number], [param])
+            if param in made:
+                found[index] = made[param]
+        return found
+
+    def written_here(self) -> set[str]:
+        """The parameters whose values that are not tensors it is for this rank to write."""
+        pieces = [(name, self.local.of(self.roster.params[i])) for i, name in enumerate(self.names)]
+        return {name for name, of in pieces if (_has_first(of) if of else self.rank == 0)}
+
+    def _require_plain(self, value: Any, what: str) -> None:
+        try:
+            encode(value, [])
+        except NotPlain as error:
+            raise TypeError(
+                f"{what} holds {error}, which a checkpoint cannot carry: only tensors, numbers, "
+                "strings, None and containers of them"
+            ) from None
+
+    def _require_no_common_state(self) -> None:
+        for inner in self.local.inners:
+            for key in inner.optimizer.state:
+                if not isinstance(key, torch.Tensor):
+                    raise TypeError(
+                        f"{type(inner.optimizer).__name__} keeps state under {key!r}, which "
+                        "belongs to no parameter: a sharded checkpoint has no place for it. Use "
+                        "consolidate_state_dict() and state_dict()"
+                    )
+
+    # ------------------------------------------------------------------ reading back
+
+    def pieces_from(self, states: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of each piece, by the tensor of the inner optimizer, from the ``"state"`` of
+        a tree."""
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for index in self._indices():
+            state = states.get(self.names[index])
+            pieces = self.local.of(self.roster.params[index]) if state is not None else ()
+            for number, owned in enumerate(pieces):
+                of_piece = {
+                    key: replaced(value, Fragment, functools.partial(_taken, number))
+                    for key, value in (state or {}).items()
+                }
+                found[owned.tensor] = self._in_its_containers(index, owned, of_piece)
+        return found
+
+    # ------------------------------------------------------------------ state that did not exist
+
+    def not_begun(self) -> list[str]:
+        """The parameters of this rank that have no state yet."""
+        return [
+            self.names[index]
+            for index in self._indices()
+            if any(
+                owned.tensor not in self.local.state
+                for owned in self.local.of(self.roster.params[index])
+            )
+        ]
+
+    def beginnings(self, pieces: Mapping[torch.Tensor, Any]) -> torch.Tensor:
+        """What the pieces that were read here say of each parameter, as ``Begun``.
+
+        A piece may hold negative zeros by chance: the least of what all ranks say counts.
+        """
+        said = torch.full((len(self.names),), Begun.NO, dtype=torch.int64)
+        for index in self._indices():
+            maker = self.maker(index)
+            for owned in self.local.of(self.roster.params[index]):
+                if owned.tensor in pieces:
+                    said[index] = min(int(said[index]), begun(pieces[owned.tensor], maker))
+        return said
+
+    def names_not_begun(self, said: torch.Tensor) -> set[str]:
+        """The parameters whose state did not exist, from what all ranks said. One that cannot be
+        told, because it has no elements, is as the others of its group."""
+        begun_groups = {
+            entry.group
+            for entry, verdict in zip(self.roster.entries, said.tolist(), strict=True)
+            if verdict == Begun.YES
+        }
+        return {
+            name
+            for name, entry, verdict in zip(
+                self.names, self.roster.entries, said.tolist(), strict=True
+            )
+            if verdict == Begun.NO
+            or (verdict == Begun.CANNOT_BE_TOLD and entry.group not in begun_groups)
+        }
+
+    def without(
+        self, pieces: Mapping[torch.Tensor, dict[str, Any]], not_begun: Container[str]
+    ) -> dict[torch.Tensor, dict[str, Any]]:
+        """The pieces of those parameters that had state."""
+        dropped = {
+            owned.tensor
+            for name, param in zip(self.names, self.roster.params, strict=True)
+            if name in not_begun
+            for owned in self.local.of(param)
+        }
+        return {tensor: state for tensor, state in pieces.items() if tensor not in dropped}
+
+    # ------------------------------------------------------------------ what is frozen, options
+
+    def frozen_from(self, states: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """State of parameters that are not planned, which every rank has whole."""
+        names = {index: self.names[index] for index in self.made_for_frozen()}
+        return {
+            self.roster.params[index]: replaced(states[name], Fragment, Fragment.whole)
+            for index, name in names.items()
+            if name in states
+        }
+
+    def options_from(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The options of each of our groups, from saved groups that list the same names."""
+        of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
+        found = []
+        for number, group in enumerate(self.groups):
+            known = {of_name[name] for name in self.names_in(number) if name in of_name}
+            candidates = [{**options_of(group), **options_of(saved[n])} for n in sorted(known)]
+            if any(other != candidates[0] for other in candidates[1:]):
+                raise ValueError(
+                    f"group {number} of the optimizer holds parameters of groups "
+                    f"{', '.join(map(str, sorted(known)))} of the checkpoint, which have different "
+                    "options: give the optimizer the groups that it had when it was saved"
+                )
+            found.append(candidates[0] if candidates else options_of(group))
+        return found
+
+    def require_all_in(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        known = {name for group in saved for name in group["params"]}
+        lost = [name for name in self.names if name not in known]
+        if lost:
+            raise ValueError(
+                f"the checkpoint does not know {', '.join(lost[:5])}{', ...' * (len(lost) > 5)}: "
+                "is it of another model?"
+            )
+
+    def _in_its_containers(self, index: int, owned: OwnedPiece, state: Any) -> dict[str, Any]:
+        """Files know lists and string keys only; state of other forms is like the class makes."""
+        if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
+            state = rebuilt(self.maker(index).state_for(owned.param), state)
+        return dict(state)
+
+
+def _has_first(pieces: Sequence[OwnedPiece]) -> bool:
+    return pieces[0].piece.start == 0
+
+
+def _filled(value: torch.Tensor, start: float) -> torch.Tensor:
+    if value.is_floating_point() or value.is_complex():
+        return torch.full_like(value, start)
+    return torch.zeros_like(value)
+
+
+def _taken(number: int, fragment: Fragment) -> torch.Tensor:
+    """The data of the ``number``-th piece; each has a scalar of its own."""
+    if fragment.parts[0].stop - fragment.parts[0].start < torch.Size(fragment.shape).numel():
+        return fragment.parts[number].data
+    return fragment.whole().clone() if number else fragment.whole()

@@ -1,0 +1,176 @@
+"""The optimizer's part of a checkpoint, in whichever of torch's forms it was written.
+
+Nested, as ``get_optimizer_state_dict`` gives it, or flattened; under any key; by name, by position,
+or with the bare numbers of ``optimizer.state_dict()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from onecopy.archive import Contents, DamagedCheckpoint, TensorEntry, ValueEntry
+from onecopy.fragments import Fragment
+from onecopy.naming import BY_INDEX
+from onecopy.reader import Reader
+from onecopy.saving import MARK, digest
+
+Entry = TensorEntry | ValueEntry
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The optimizer's part of a checkpoint."""
+
+    states: dict[str, dict[tuple[str, ...], tuple[str, Entry]]]  # by parameter, by path within
+    groups: list[dict[str, Any]]  # options, and the names under "params"
+    by_position: bool
+    # What ``optimizer.save`` adds to the file; None where something else wrote it.
+    frozen: set[str] | None = None  # parameters that had no state
+    not_begun: set[str] | None = None  # parameters whose state did not exist yet
+
+
+class _Section(NamedTuple):
+    """An entry of the optimizer's part: ("state", ("layer.weight", "exp_avg")) and the like."""
+
+    title: str  # "state", "param_groups" or the mark's
+    rest: tuple[str | int, ...]  # nested: a step each
+    flat: str  # flattened: what follows the title in the same key, else empty
+
+
+def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedState:
+    """The optimizer's part, in whichever of torch's forms it was written."""
+    prefix = _prefix(contents, key)
+    sections = {
+        full: _section(path[len(prefix) :])
+        for full, path in contents.paths.items()
+        if path[: len(prefix)] == prefix and len(path) > len(prefix)
+    }
+    groups = _groups(contents, reader, sections)
+    by_position = all(
+        isinstance(name, int) or name.startswith(BY_INDEX) for g in groups for name in g["params"]
+    )
+    plain_numbers = any(isinstance(name, int) for g in groups for name in g["params"])
+    for group in groups:
+        group["params"] = [f"{BY_INDEX}{n}" if isinstance(n, int) else n for n in group["params"]]
+    names = {name for group in groups for name in group["params"]}
+    states: dict[str, dict[tuple[str, ...], tuple[str, Entry]]] = {}
+    mark: Mapping[str, Any] = {}
+    for full, section in sections.items():
+        entry = contents.entries[full]
+        if section.title == "state":
+            name, within = _split_name(section, names)
+            name = f"{BY_INDEX}{name}" if plain_numbers else name
+            states.setdefault(name, {})[within] = (full, entry)
+        elif section.title == MARK and isinstance(entry, ValueEntry):
+            mark = reader.value(entry, full)
+            _require_digest(contents, full, mark)
+    frozen, not_begun = mark.get("frozen"), mark.get("not_begun")
+    return SavedState(
+        states,
+        groups,
+        by_position,
+        None if frozen is None else set(frozen),
+        None if not_begun is None else set(not_begun),
+    )
+
+
+def _require_digest(contents: Contents, mark_key: str, mark: Mapping[str, Any]) -> None:
+    """The metadata has no checksum of its own; the mark has one of what it said."""
+    facts: list[tuple[Any, ...]] = []
+    for key, entry in contents.entries.items():
+        if isinstance(entry, ValueEntry):
+            facts += [(key, entry.place, "", (), (), ())] if key != mark_key else []
+        else:
+            dtype = str(entry.dtype).removeprefix("torch.")
+            facts += [(key, c.place, dtype, entry.shape, c.offsets, c.sizes) for c in entry.chunks]
+    if digest(facts) != mark.get("digest"):
+        raise DamagedCheckpoint("the metadata is not what was written: its checksum is wrong")
+
+
+def _section(path: Sequence[str | int]) -> _Section:
+    title, _, flat = str(path[0]).partition(".")
+    return _Section(title, tuple(path[1:]), flat)
+
+
+def _prefix(contents: Contents, key: str | None) -> tuple[str | int, ...]:
+    """The steps that lead to the optimizer's part."""
+    found = {
+        path[:depth]
+        for path in contents.paths.values()
+        for depth, step in enumerate(path)
+        if _section([step]).title == "param_groups"
+    }
+    shown = {".".join(map(str, prefix)): prefix for prefix in found}
+    listed = ", ".join(sorted(map(repr, shown))) or "no key"
+    if key is not None:
+        if key not in shown:
+            raise ValueError(
+                f"the checkpoint has no optimizer state under {key!r}; it has some under {listed}"
+            )
+        return shown[key]
+    if not found:
+        raise ValueError("the checkpoint holds no optimizer state: no key has param_groups in it")
+    if len(found) > 1:
+        raise ValueError(
+            f"the checkpoint holds the states of several optimizers, under {listed}: say which "
+            "one, load(path, key=...)"
+        )
+    return next(iter(found))
+
+
+def _groups(
+    contents: Contents, reader: Reader, sections: Mapping[str, _Section]
+) -> list[dict[str, Any]]:
+    """The saved groups. Flattened, every parameter is a group of its own."""
+    groups: dict[str | int, dict[str, Any]] = {}
+    for full, (title, rest, flat) in sections.items():
+        if title != "param_groups":
+            continue
+        entry = contents.entries[full]
+        value = (
+            reader.value(entry, full)
+            if isinstance(entry, ValueEntry)
+            else read_whole(entry, reader, full)
+        )
+        name, _, option = flat.rpartition(".")
+        number, *within = (name, option, *rest) if flat else rest
+        _put(
+            groups.setdefault(number, {} if isinstance(number, int) else {"params": [name]}),
+            within,
+            value,
+        )
+    if not all(isinstance(group.get("params"), list) for group in groups.values()):
+        raise DamagedCheckpoint("a group of the checkpoint lists no parameters")
+    numbers = sorted(number for number in groups if isinstance(number, int))
+    return [groups[number] for number in numbers] or list(groups.values())
+
+
+def _put(tree: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+    *steps, last = path
+    for step in steps:
+        tree = tree.setdefault(str(step), {})
+    tree[str(last)] = value
+
+
+def read_whole(entry: TensorEntry, reader: Reader, key: str) -> torch.Tensor:
+    fragment = Fragment.of_whole(torch.empty(entry.shape, dtype=entry.dtype))
+    for box, view in fragment.boxes():
+        reader.fill(box, view, entry, key)
+    return fragment.whole()
+
+
+def _split_name(section: _Section, names: set[str]) -> tuple[str, tuple[str, ...]]:
+    """(name of the parameter, path within its state)."""
+    steps = tuple(map(str, section.rest))
+    if not section.flat:
+        return steps[0], steps[1:]
+    parts = section.flat.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        if name in names:
+            return name, (*parts[length:], *steps)
+    return ".".join(parts[:-1]), (parts[-1], *steps)
