@@ -41,7 +41,8 @@ from measuring import (
 
 from onecopy import ZeroRedundancyOptimizer
 
-DISK = "disk: write and fsync"
+DISK = "disk: write and fsync, in place"
+NEW = "disk: the same, to a new file"
 COPY = "copy of the shard in memory"
 ASYNC = "dcp.async_save, blocking part"
 OURS = "onecopy: optimizer.save"
@@ -82,14 +83,19 @@ class Bench:
 
     # ---------------------------------------------------------------- writing
 
-    def disk(self) -> None:
+    def disk(self, in_place: bool) -> None:
+        """A file that is overwritten, or a new one that replaces the old one when it is written."""
+
         def write(file: Any) -> None:
             view = memoryview(self.block.view(torch.uint8).numpy())
             for start in range(0, self.state_bytes, len(view)):
                 file.write(view[: self.state_bytes - start])
 
         if self.is_first:
-            write_synced(self.directory / "disk.bin", write)
+            path = self.directory / f"disk-{in_place}.bin"
+            new = path if in_place else path.with_suffix(".new")
+            write_synced(new, write)
+            new.replace(path)
 
     def dcp_save(self) -> None:
         dcp.save({"optim": self.ours.sharded()}, checkpoint_id=self.directory / "dcp")
@@ -128,7 +134,8 @@ class Bench:
                 write_synced(self.directory / "plain.pt", lambda file: torch.save(full, file))
 
         found = {
-            DISK: Method(self.disk),
+            DISK: Method(lambda: self.disk(in_place=True)),
+            NEW: Method(lambda: self.disk(in_place=False)),
             OURS: Method(lambda: self.ours.save(self.directory / "ours")),
             "onecopy: dcp.save, optimizer.sharded": Method(self.dcp_save),
             "onecopy: consolidate, torch.save": Method(

@@ -79,10 +79,7 @@ def _compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> 
     for name, state in tree["state"].items():
         expected = {tuple(map(str, path)): leaf for path, leaf in leaves(state)}
         there = saved.states.get(name)
-        if there is None:
-            if saved.frozen is not None and name not in saved.frozen:
-                found.missing |= {_key(name, path) for path in expected}
-                found.unfit.add(name)
+        if there is None:  # it was frozen, or had no gradient
             continue
         before = found.as_json()
         found.missing |= {_key(name, path) for path in expected.keys() - there.keys()}

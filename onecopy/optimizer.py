@@ -20,17 +20,15 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
+from onecopy.full_state import FullState
 from onecopy.intake import (
     NOT_OPTIONS,
     GroupPolicy,
     as_groups,
     check_options,
     check_tensors,
-    constructor_options,
     first_device,
-    flags_of,
     options_of,
-    policy_of,
     take_in,
 )
 from onecopy.join import OptimizerJoinHook, Party, find_party, follow_lender, lend_gradients
@@ -39,13 +37,13 @@ from onecopy.loading import load as load_checkpoint
 from onecopy.local import LocalOptimizer, OwnedState, Replay
 from onecopy.naming import names_of
 from onecopy.plan import Plan, make_plan
+from onecopy.policies import Policies
 from onecopy.portrait import Portrait
 from onecopy.replicas import require_equal_replicas
 from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
 from onecopy.saving import save
 from onecopy.shards import Shards
-from onecopy.state import as_plain_dict, consolidate, state_outside_the_plan, take_stock
 from onecopy.stateful import ShardedState
 from onecopy.transport import Transport
 from onecopy.version import __version__
@@ -108,12 +106,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
-        self._partition = partition
         self._check_every = check_every
         self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
         self._steps = 0
-        self._full_state: dict[Any, Any] | None = None
-        self._why_no_state = "no state dict has been consolidated"
+        self._policies = Policies(optimizer_class, partition, self.world_size > 1, defaults)
+        self._full_state = FullState()
 
         def prepare() -> list[str]:
             if refusal is not None:
@@ -124,7 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             local = LocalOptimizer(optimizer_class, defaults)
             plan = make_plan([], self.world_size, bucket_mb)
             self._shards = Shards(self._transport, local, plan, parameters_as_bucket_view)
-            policies = [self._policy(group, defaults) for group in self.param_groups]
+            policies = [self._policies.of(group, defaults) for group in self.param_groups]
             self._shards.admit(self.param_groups, policies)
             local.build(self.param_groups, [policy.optimizer_class for policy in policies])
             local.options_out(self.param_groups)
@@ -132,7 +129,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         agree(self._transport, "building the optimizer", prepare)
         self.defaults = self._local.defaults
-        self._flags = self._flags_now()
+        self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._shards.look_for_modules()
         self._shards.settle()
         self._transport.note("optimizer built")
@@ -166,15 +163,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _all_params(self) -> list[torch.Tensor]:
         return self._roster.params
 
-    def _policy(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
-        policy = policy_of(group, self._optimizer_class, defaults, self._partition)
-        if policy.differentiable and self.world_size > 1:
-            raise ValueError(
-                "differentiable=True cannot be sharded: no graph leads through a parameter that "
-                "arrives from another rank"
-            )
-        return policy
-
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
         return [
@@ -200,7 +188,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_tensors([*self.param_groups, group])
             self._local.options_in(self.param_groups)
             self._add_to_base(group)
-            policy = self._policy(group, self.defaults)
+            policy = self._policies.of(group, self.defaults)
             self._shards.admit([group], [policy])
             self._local.add_group(before, group, policy.optimizer_class)
             self._local.refill_groups(self.param_groups)  # what was unfrozen is planned, too
@@ -214,8 +202,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[before:]
             raise
         self.defaults = self._local.defaults
-        self._flags = self._flags_now()
-        self._forget_full_state("a parameter group was added after the last consolidation")
+        self._policies.remember_flags(self._roster.policies, self.param_groups)
+        self._full_state.forget("a parameter group was added after the last consolidation")
         self._shards.look_for_modules()
         self._shards.settle()
 
@@ -241,27 +229,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
-        flags = self._flags_now()
-        if flags != self._flags:
-            policies = self._policies(self.param_groups)
+        present = self._roster.policies
+        if self._policies.have_flipped(present, self.param_groups):
+            policies = self._policies_with(self.param_groups)
             if self.world_size > 1:
                 self._roster.require_plan_fits(policies)
-            self._flags = flags
+            self._policies.remember_flags(present, self.param_groups)
 
-    def _flags_now(self) -> list[dict[str, Any]]:
-        pairs = zip(self._roster.policies, self.param_groups, strict=True)
-        return [flags_of(policy.optimizer_class, group) for policy, group in pairs]
-
-    def _policies(self, groups: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
-        """How our groups would be sharded with the options of these."""
-        found = []
-        for policy, ours, theirs in zip(
-            self._roster.policies, self.param_groups, groups, strict=True
-        ):
-            options = constructor_options(policy.optimizer_class, {**ours, **theirs})
-            fixed = {key: ours[key] for key in NOT_OPTIONS if key in ours}
-            found.append(self._policy({**fixed, **options}, self._local.given_defaults))
-        return found
+    def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
+        return self._policies.with_options(self._roster.policies, self.param_groups, options)
 
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
@@ -311,7 +287,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if borrowed is None
             else self._local.gradients_borrowed(borrowed)
         )
-        self._forget_full_state("the optimizer has stepped since the last consolidation")
+        self._full_state.forget("the optimizer has stepped since the last consolidation")
         try:
             with bound, torch.profiler.record_function("onecopy::step"):
                 result = self._local.step(closure, kwargs)
@@ -348,30 +324,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
-        self._transport.note(f"consolidating the state to rank {to}")
-        stock: Any = None
-
-        def prepare() -> list[str]:
-            nonlocal stock
-            if type(to) is not int or not 0 <= to < self.world_size:
-                last = self.world_size - 1
-                raise ValueError(f"to must be a rank of the group, 0 to {last}, got {to!r}")
-            stock = take_stock(self._local)
-            return [f"to rank {to}", f"after {self._steps} steps", f"plan {self._plan.digest}"]
-
-        agree(self._transport, "consolidating the state", prepare)
-        if to == self.rank:
-            self._full_state = None  # not two of them at once
-        gathered = consolidate(self._plan, self._roster.params, self._transport, to, stock)
-        if gathered is not None:
-            params = self._roster.params
-            self._full_state = {
-                **{params[index]: state for index, state in gathered.items()},
-                **state_outside_the_plan(self._local, self._roster, self._plan, self.param_groups),
-            }
-        elif self._full_state is None:
-            self._why_no_state = f"the state was consolidated to rank {to}"
-        self._transport.note("state consolidated")
+        self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, as the unsharded optimizer class writes it.
@@ -380,13 +333,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        if self._full_state is None:
-            raise RuntimeError(
-                f"rank {self.rank} has no state dict: {self._why_no_state}. Call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first; or, for "
-                "torch.distributed.checkpoint, save optimizer.sharded(), which gathers nothing"
-            )
-        result = as_plain_dict(self._full_state, self.param_groups)
+        result = self._full_state.as_plain_dict(self.rank, self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
@@ -411,7 +358,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _adopt(self, loadable: Loadable) -> None:
         """Take over state and options; if that fails, nothing has changed."""
         plan = self._plan
-        policies = self._policies(loadable.groups)
+        policies = self._policies_with(loadable.groups)
         made = self._shards.made_anew(self.param_groups, loadable.states)
         with self._shards.all_or_nothing():
             self._shards.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
@@ -431,12 +378,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group.clear()
             group.update(kept)
             group.update(options_of(inner))
-        self._flags = self._flags_now()
-        self._forget_full_state("a state dict was loaded after the last consolidation")
-
-    def _forget_full_state(self, why: str) -> None:
-        self._full_state = None
-        self._why_no_state = why
+        self._policies.remember_flags(self._roster.policies, self.param_groups)
+        self._full_state.forget("a state dict was loaded after the last consolidation")
 
     # ------------------------------------------------------------------ sharded checkpoints
 
@@ -502,7 +445,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self._shards.all_or_nothing():
             loadable, report = load_checkpoint(
                 *(self._transport, self._shards, self.param_groups, names, Path(path)),
-                policies_for=self._policies,
+                policies_for=self._policies_with,
                 strict=strict,
                 key=key,
             )
@@ -525,7 +468,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             portrait.require_all_in(groups)
             options.extend(portrait.options_from(groups))
             if self.world_size > 1:
-                self._roster.require_plan_fits(self._policies(options))
+                self._roster.require_plan_fits(self._policies_with(options))
             return []
 
         agree(self._transport, "loading a checkpoint", prepare)
@@ -584,7 +527,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> None:
         self._follow_changes()
-        self._forget_full_state(f"{name}() was called after the last consolidation")
+        self._full_state.forget(f"{name}() was called after the last consolidation")
         self._local.options_in(self.param_groups)
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
@@ -605,7 +548,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         local, roster = copy.deepcopy((self._local, self._roster), memo)
         new._shards = self._shards.copied(local, roster)
-        new._forget_full_state("this optimizer is a copy that was not consolidated")
+        new._full_state = FullState("this optimizer is a copy that was not consolidated")
         Optimizer.__setstate__(new, {})
         return new
 

@@ -28,9 +28,9 @@ class SavedState:
     states: dict[str, dict[tuple[str, ...], tuple[str, Entry]]]  # by parameter, by path within
     groups: list[dict[str, Any]]  # options, and the names under "params"
     by_position: bool
-    # What ``optimizer.save`` adds to the file; None where something else wrote it.
-    frozen: set[str] | None = None  # parameters that had no state
-    not_begun: set[str] | None = None  # parameters whose state did not exist yet
+    # Parameters whose state did not exist yet; None where something else than ``optimizer.save``
+    # wrote the checkpoint, which does not tell.
+    not_begun: set[str] | None = None
 
 
 class _Section(NamedTuple):
@@ -68,14 +68,8 @@ def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedStat
         elif section.title == MARK and isinstance(entry, ValueEntry):
             mark = reader.value(entry, full)
             _require_digest(contents, full, mark)
-    frozen, not_begun = mark.get("frozen"), mark.get("not_begun")
-    return SavedState(
-        states,
-        groups,
-        by_position,
-        None if frozen is None else set(frozen),
-        None if not_begun is None else set(not_begun),
-    )
+    not_begun = set(mark["not_begun"]) if "not_begun" in mark else None
+    return SavedState(states, groups, by_position, not_begun)
 
 
 def _require_digest(contents: Contents, mark_key: str, mark: Mapping[str, Any]) -> None:

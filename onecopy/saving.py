@@ -71,12 +71,16 @@ def save(transport: Transport, portrait: Portrait, directory: Path, flatten: boo
         written = [_from_json(entry) for entries, _ in reports for entry in entries]
         _require_visible(directory, written)
         not_begun = sorted({name for _, names in reports for name in names})
-        name = f"__{transport.world_size}_{token}.distcp"
-        with Writer(directory, name) as writer:
-            place = writer.append(_mark(portrait, not_begun, written))
-        written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
         older = _files_of(directory)
-        write_metadata(directory, written)
+        name = f"__{transport.world_size}_{token}.distcp"
+        try:
+            with Writer(directory, name) as writer:
+                place = writer.append(_mark(portrait, not_begun, written))
+            written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
+            write_metadata(directory, written)
+        except Exception:
+            (directory / name).unlink(missing_ok=True)
+            raise
         return sorted(older - {entry.place.file for entry in written})
 
     try:
@@ -144,12 +148,9 @@ def _entries(
 
 def _mark(portrait: Portrait, not_begun: list[str], written: list[Written]) -> dict[str, Any]:
     """Says in the file what cannot be seen from its keys."""
-    unplanned = portrait.roster.unplanned(portrait.plan)
-    made = portrait.made_for_frozen()
     return {
         "version": __version__,
         "names": "positions" if portrait.names[0].startswith(BY_INDEX) else "names",
-        "frozen": [portrait.names[index] for index in unplanned if index not in made],
         "not_begun": not_begun,
         "digest": digest((e.key, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
     }

