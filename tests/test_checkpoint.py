@@ -112,9 +112,6 @@ def read_back(case: Case, crews: Crews, path: Path, saver: Run, plain: Run) -> I
         yield loader
 
 
-EVERY_CASE = pytest.mark.parametrize("name", CASES)
-
-
 @distributed(3)
 @EVERY_CASE
 def test_what_is_saved_before_the_first_step_gives_the_same_first_step(

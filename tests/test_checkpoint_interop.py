@@ -419,3 +419,20 @@ def test_torchs_helpers_on_ours_point_to_sharded_and_change_nothing(
     assert_like(run, plain)
     train([plain, run], range(steps, steps + 2))
     assert_like(run, plain)
+
+
+@distributed(1, 2, 3)
+def test_torchs_way_of_setting_the_state_works_on_all_ranks_or_names_ours(world: World) -> None:
+    case, crews = CASES["AdamW"], Crews(world)
+    plain, ours = case.plain(), case.ours(crews[world.size])
+    train([plain], range(2))
+    copy_parameters(ours, plain)
+    full = get_optimizer_state_dict(plain.model, plain.optimizers[0])
+    set_optimizer_state_dict(ours.model, ours.opt, copy.deepcopy(full))
+    assert_like(ours, plain)
+    train([plain, ours], range(2, 4))
+    with pytest.raises(RuntimeError, match=r"optimizer\.sharded\(\)"):
+        set_optimizer_state_dict(
+            ours.model, ours.opt, full, options=StateDictOptions(full_state_dict=True)
+        )
+    assert_like(ours, plain)
