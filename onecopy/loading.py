@@ -90,11 +90,12 @@ def _compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> 
                 found.mismatched.add(f"{_key(name, path)} ({difference})")
         if before != found.as_json():
             found.unfit.add(name)
+    known = set(portrait.names)
+    listed = {name for group in saved.groups for name in group["params"]}
+    found.unfit |= known - listed
     if portrait.rank == 0:
-        known = set(portrait.names)
         for name in saved.states.keys() - known:
             found.unexpected |= {_key(name, path) for path in saved.states[name]}
-        listed = {name for group in saved.groups for name in group["params"]}
         found.missing |= {f"param_groups: {name}" for name in known - listed}
         found.unexpected |= {f"param_groups: {name}" for name in listed - known}
     return found

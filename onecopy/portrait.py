@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from onecopy.blueprint import Begun, Maker, begun, is_toy_shaped, number_at_start
 from onecopy.boxes import storage_order
+from onecopy.buffers import is_dense
 from onecopy.fragments import Fragment, Part, rebuilt, replaced
 from onecopy.intake import options_of
 from onecopy.local import LocalOptimizer, OwnedPiece
@@ -39,7 +40,7 @@ class Portrait:
     names: Sequence[str]  # of the parameters, by their number
     rank: int
     # What toys showed, by group and dtype: most parameters are alike.
-    _toys: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    _toys: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------ showing
 
@@ -123,11 +124,8 @@ class Portrait:
         def started(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return number_at_start(value)
-            if value.is_meta:
-                value = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=param.device
-                )
-            return Fragment.of_whole(_filled(value, maker.start_of(key)))
+            device = param.device if value.is_meta else value.device
+            return _started(value, maker.start_of(key), device)
 
         return {
             str(key): replaced(
@@ -146,13 +144,12 @@ class Portrait:
             if not isinstance(value, torch.Tensor):
                 found[key] = number_at_start(value)
             elif is_toy_shaped(value):
-                start = torch.tensor(maker.start_of(key), dtype=value.dtype, device=value.device)
-                # One element in memory, however long the piece.
-                data = [start.expand(owned.piece.numel) for owned in pieces]
+                start = maker.start_of(key)
+                data = [_repeated(value, start, owned.piece.numel) for owned in pieces]
                 found[key] = self._cut_fragment(pieces, data)
             else:
-                filled = _filled(value, maker.start_of(key))
-                found[key] = Fragment.of_whole(filled, is_mine_to_write=_has_first(pieces))
+                whole = _started(value, maker.start_of(key), value.device)
+                found[key] = replace(whole, is_mine_to_write=_has_first(pieces))
         return found
 
     def _state_of_frozen(self) -> dict[str, Any]:
@@ -316,13 +313,22 @@ class Portrait:
 
 
 def _has_first(pieces: Sequence[OwnedPiece]) -> bool:
-    return pieces[0].piece.start == 0
+    return any(owned.piece.start == 0 for owned in pieces)
 
 
-def _filled(value: torch.Tensor, start: float) -> torch.Tensor:
-    if value.is_floating_point() or value.is_complex():
-        return torch.full_like(value, start)
-    return torch.zeros_like(value)
+def _repeated(
+    like: torch.Tensor, start: float, count: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """So many times the start of a state: one element in memory. Integers start at zero."""
+    value = start if like.is_floating_point() or like.is_complex() else 0
+    return torch.tensor(value, dtype=like.dtype, device=device or like.device).expand(count)
+
+
+def _started(like: torch.Tensor, start: float, device: torch.device) -> Fragment:
+    """A tensor like this one in which everything is at its start."""
+    part = Part(0, like.numel(), _repeated(like, start, like.numel(), device))
+    order = storage_order(like.shape, like.stride()) if is_dense(like) else tuple(range(like.dim()))
+    return Fragment(tuple(like.shape), order, (part,))
 
 
 def _taken(number: int, fragment: Fragment) -> torch.Tensor:

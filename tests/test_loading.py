@@ -7,7 +7,6 @@ same tensors as before and take the same steps.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.archive import METADATA
 
 Tree = dict[str, Any]
 
@@ -211,6 +209,29 @@ def test_options_are_taken_over_as_torch_does(world: World, tmp_path: Path) -> N
     assert live.opt.param_groups[0]["initial_lr"] == 0.25
 
 
+class LateRefuser(Adam):
+    """Has loaded everything when it says no, on the last rank only."""
+
+    def load_state_dict(self, state_dict: Tree) -> None:
+        super().load_state_dict(state_dict)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("changed my mind")
+
+
+@distributed(1, 2, 3)
+@pytest.mark.parametrize("fused", [False, True], ids=["the same plan", "another plan"])
+def test_a_class_that_refuses_late_on_one_rank_changes_nothing_on_any(
+    world: World, tmp_path: Path, fused: bool
+) -> None:
+    live = Live(LateRefuser)
+    _, saver = trained(Adam, steps=4, fused=fused)
+    saver.save(tmp_path)
+    live.remember()
+    with pytest.raises(ValueError, match="changed my mind"):
+        live.opt.load(tmp_path)
+    live.assert_unchanged()
+
+
 @distributed(1, 2, 3)
 def test_a_checkpoint_of_another_class_is_refused(world: World, tmp_path: Path) -> None:
     _, sgd = trained(SGD, momentum=0.9)
@@ -340,14 +361,18 @@ def test_not_strict_loads_what_fits_and_returns_what_does_not(
     live.opt.assert_replicas_equal()
 
 
-def remove_from_the_metadata(directory: Path, prefix: str) -> None:
-    """As if these entries had never been written."""
-    metadata = pickle.loads((directory / METADATA).read_bytes())
-    for key in [key for key in metadata.state_dict_metadata if key.startswith(prefix)]:
-        del metadata.state_dict_metadata[key], metadata.planner_data[key]
-    for index in [index for index in metadata.storage_data if index.fqn.startswith(prefix)]:
-        del metadata.storage_data[index]
-    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+@distributed(1, 2)
+def test_not_strict_leaves_a_parameter_that_the_checkpoint_lacks_its_state(
+    world: World, tmp_path: Path
+) -> None:
+    live, tree = Live(), plain_tree()
+    before = states_of(live.opt)
+    of_a_smaller_model(tree)
+    save_on_rank_0({"optim": tree}, tmp_path)
+    assert live.opt.load(tmp_path, strict=False).missing == ("param_groups: second.bias",)
+    number, after = NAMES.index("second.bias"), states_of(live.opt)
+    assert number in after
+    assert_same_state(after[number], before[number])
 
 
 @distributed(1, 2, 3)
