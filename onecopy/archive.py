@@ -144,8 +144,14 @@ def read_metadata(directory: Path) -> bytes:
     """The raw bytes of a directory's metadata."""
     try:
         return (directory / METADATA).read_bytes()
-    except FileNotFoundError:
-        what = f"has no {METADATA} file" if directory.is_dir() else "does not exist"
+    except (FileNotFoundError, NotADirectoryError):
+        what = (
+            f"has no {METADATA} file"
+            if directory.is_dir()
+            else "is a file"
+            if directory.exists()
+            else "does not exist"
+        )
         raise FileNotFoundError(
             f"{directory} {what}: not a checkpoint, or one that was never completed"
         ) from None

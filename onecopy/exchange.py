@@ -50,7 +50,7 @@ class Exchange:
         Results and decisions travel as JSON.
         """
         result, error = _tried(work)
-        said = self.report(json.dumps([result, _described(error)]))
+        said = self._all_reports(json.dumps([result, _described(error)]))
         decision = None
         if said is not None:
             results, errors = zip(*map(json.loads, said), strict=True)
@@ -66,6 +66,16 @@ class Exchange:
         if reason is not None:
             raise _as_exception(*reason) from error
         return answer
+
+    def _all_reports(self, text: str) -> list[str] | None:
+        """As ``report``; if rank 0 gives somebody up, it tells the others before it raises."""
+        try:
+            return self.report(text)
+        except RuntimeError as error:
+            if self.rank == 0:
+                self.answer(json.dumps([None, _described(error)]))
+                self.is_decided = True
+            raise
 
     def _together(self, failed: dict[int, list[str]]) -> list[str]:
         """One error for what failed on these ranks."""
@@ -161,7 +171,10 @@ def _described(error: Exception | None) -> list[str] | None:
     if error is None:
         return None
     names = (cls.__name__ for cls in type(error).__mro__)
-    return [next((name for name in names if name in _CLASSES), "RuntimeError"), str(error)]
+    name = next((name for name in names if name in _CLASSES), None)
+    if name is None:
+        return ["RuntimeError", f"{type(error).__name__}: {error}"]
+    return [name, str(error)]
 
 
 def _as_exception(name: str, message: str) -> Exception:

@@ -33,6 +33,7 @@ from onecopy.reader import Reader
 from onecopy.restore import Loadable
 from onecopy.restore import load as load_into
 from onecopy.saved import Entry, SavedState, find_state, read_whole
+from onecopy.saving import classes_of
 from onecopy.shards import Shards
 from onecopy.transport import Transport
 
@@ -76,16 +77,23 @@ class _Findings:
 def _compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> _Findings:
     """What does not fit of this rank's share; on rank 0, also what belongs to nobody."""
     found = _Findings()
-    for name, state in tree["state"].items():
-        expected = {tuple(map(str, path)): leaf for path, leaf in leaves(state)}
+    params = zip(portrait.names, portrait.roster.params, strict=True)
+    dtypes = {name: param.dtype for name, param in params}
+    for name in {**tree["state"], **dict.fromkeys(portrait.names_owned())}:
+        state = tree["state"].get(name, {})
+        expected = {tuple(map(str, path)): leaf for path, leaf in leaves(state)} if state else {}
         there = saved.states.get(name)
-        if there is None:  # it was frozen, or had no gradient
+        if there is None:
+            # It was frozen, or had no gradient; if that is known not to be so, it is missing.
+            if saved.frozen is not None and name not in saved.frozen:
+                found.missing |= {_key(name, path) for path in expected}
+                found.unfit.add(name)
             continue
         before = found.as_json()
         found.missing |= {_key(name, path) for path in expected.keys() - there.keys()}
         found.unexpected |= {_key(name, path) for path in there.keys() - expected.keys()}
         for path in expected.keys() & there.keys():
-            difference = _difference(expected[path], there[path][1])
+            difference = _difference(expected[path], there[path][1], dtypes[name])
             if difference:
                 found.mismatched.add(f"{_key(name, path)} ({difference})")
         if before != found.as_json():
@@ -98,6 +106,12 @@ def _compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> 
             found.unexpected |= {_key(name, path) for path in saved.states[name]}
         found.missing |= {f"param_groups: {name}" for name in known - listed}
         found.unexpected |= {f"param_groups: {name}" for name in listed - known}
+        for cls, names in classes_of(portrait).items():
+            for name in names:
+                theirs = saved.classes.get(name, cls)
+                # Classes of other packages may have been renamed since; their keys must tell.
+                if theirs != cls and {theirs[:12], cls[:12]} == {"torch.optim."}:
+                    found.mismatched.add(f"{name} ({theirs} in the checkpoint, {cls} here)")
     return found
 
 
@@ -105,13 +119,15 @@ def _key(name: str, path: Sequence[str]) -> str:
     return ".".join(["state", name, *path])
 
 
-def _difference(expected: Any, entry: Entry) -> str:
+def _difference(expected: Any, entry: Entry, of_param: torch.dtype) -> str:
     if isinstance(expected, Fragment) != isinstance(entry, TensorEntry):
         return "a tensor on one side, a plain value on the other"
     if isinstance(expected, Fragment) and isinstance(entry, TensorEntry):
         if expected.shape != entry.shape:
             return f"shape {entry.shape} in the checkpoint, {expected.shape} here"
-        if expected.dtype != entry.dtype:
+        # To a parameter's own dtype torch casts state when it is loaded.
+        is_cast = entry.dtype == of_param and expected.dtype.is_floating_point
+        if expected.dtype != entry.dtype and not is_cast:
             return f"{entry.dtype} in the checkpoint, {expected.dtype} here"
     return ""
 
@@ -146,7 +162,7 @@ def load(
             portrait = Portrait(
                 shards.local, shards.roster, shards.plan, groups, mine, transport.rank
             )
-            options = portrait.options_from(saved.groups)
+            options = portrait.options_from(saved.groups, strict)
             params = zip(mine, shards.roster.params, strict=True)
             with_state = {param for name, param in params if name in saved.states}
             with_state -= _made_anew(shards, portrait, saved, reader)
@@ -250,9 +266,18 @@ def _share_metadata(transport: Transport, directory: Path) -> tuple[str, bytes]:
 
 
 def _names(names: Sequence[str], saved: SavedState) -> list[str]:
-    """Ours, or positions if the checkpoint knows those only."""
+    """Ours, or positions if the checkpoint knows those only. Names of a module that was wrapped
+    when it gave them to one side only differ by a prefix."""
     if saved.by_position:
         return [f"{BY_INDEX}{index}" for index in range(len(names))]
+    listed = {name for group in saved.groups for name in group["params"]}
+    if not listed & set(names):
+        for other in (
+            [f"module.{name}" for name in names],
+            [name.removeprefix("module.") for name in names],
+        ):
+            if set(other) <= listed:
+                return other
     return list(names)
 
 

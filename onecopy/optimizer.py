@@ -42,7 +42,7 @@ from onecopy.portrait import Portrait
 from onecopy.replicas import require_equal_replicas
 from onecopy.restore import Loadable, checked, load
 from onecopy.roster import Roster
-from onecopy.saving import save
+from onecopy.saving import require_name, save
 from onecopy.shards import Shards
 from onecopy.stateful import ShardedState
 from onecopy.transport import Transport
@@ -417,7 +417,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
         of :meth:`sharded`.
         """
-        save(self._transport, self._portrait(module), Path(path), flatten_optimizer_state_dict)
+        save(
+            self._transport,
+            lambda: self._portrait(module),
+            Path(path),
+            flatten_optimizer_state_dict,
+        )
 
     def load(
         self,
@@ -440,7 +445,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             strict: refuse a checkpoint that does not fit exactly.
             key: where in the checkpoint the state is, if it holds that of several optimizers.
         """
-        names = names_of(self._roster, self.param_groups, module)
+        names: list[str] = []
+
+        def prepare() -> list[str]:
+            require_name(Path(path))
+            names.extend(names_of(self._roster, self.param_groups, module))
+            return [f"from {path}", f"strict={strict}, key={key!r}"]
+
+        self._transport.note(f"loading {path}")
+        agree(self._transport, "loading a checkpoint", prepare)
         plan = self._plan
         with self._shards.all_or_nothing():
             loadable, report = load_checkpoint(
@@ -461,10 +474,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         portrait: Portrait,
         state: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
+        incomplete: Sequence[str],
     ) -> None:
+        self._transport.note("loading a checkpoint")
         options: list[dict[str, Any]] = []
 
         def prepare() -> list[str]:
+            if incomplete:
+                raise ValueError(
+                    f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
+                    f"{', ...' * (len(incomplete) > 5)}: is it complete?"
+                )
             portrait.require_all_in(groups)
             options.extend(portrait.options_from(groups))
             if self.world_size > 1:

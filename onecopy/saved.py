@@ -7,7 +7,7 @@ or with the bare numbers of ``optimizer.state_dict()``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,9 @@ class SavedState:
     # Parameters whose state did not exist yet; None where something else than ``optimizer.save``
     # wrote the checkpoint, which does not tell.
     not_begun: set[str] | None = None
+    # Likewise: parameters that had no state because they were frozen, and everybody's class.
+    frozen: set[str] | None = None
+    classes: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Section(NamedTuple):
@@ -54,8 +57,12 @@ def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedStat
         isinstance(name, int) or name.startswith(BY_INDEX) for g in groups for name in g["params"]
     )
     plain_numbers = any(isinstance(name, int) for g in groups for name in g["params"])
+    titles = _titles(groups)
+    by_position = by_position and not titles
     for group in groups:
-        group["params"] = [f"{BY_INDEX}{n}" if isinstance(n, int) else n for n in group["params"]]
+        group["params"] = [
+            titles.get(n, f"{BY_INDEX}{n}") if isinstance(n, int) else n for n in group["params"]
+        ]
     names = {name for group in groups for name in group["params"]}
     states: dict[str, dict[tuple[str, ...], tuple[str, Entry]]] = {}
     mark: Mapping[str, Any] = {}
@@ -63,13 +70,22 @@ def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedStat
         entry = contents.entries[full]
         if section.title == "state":
             name, within = _split_name(section, names)
-            name = f"{BY_INDEX}{name}" if plain_numbers else name
+            if plain_numbers and name.isdigit():
+                name = titles.get(int(name), f"{BY_INDEX}{name}")
             states.setdefault(name, {})[within] = (full, entry)
         elif section.title == MARK and isinstance(entry, ValueEntry):
             mark = reader.value(entry, full)
             _require_digest(contents, full, mark)
-    not_begun = set(mark["not_begun"]) if "not_begun" in mark else None
-    return SavedState(states, groups, by_position, not_begun)
+    if not mark:
+        return SavedState(states, groups, by_position)
+    return SavedState(
+        states,
+        groups,
+        by_position,
+        set(mark["not_begun"]),
+        set(mark["frozen"]),
+        {name: cls for cls, names in mark["classes"].items() for name in names},
+    )
 
 
 def _require_digest(contents: Contents, mark_key: str, mark: Mapping[str, Any]) -> None:
@@ -83,6 +99,18 @@ def _require_digest(contents: Contents, mark_key: str, mark: Mapping[str, Any]) 
             facts += [(key, c.place, dtype, entry.shape, c.offsets, c.sizes) for c in entry.chunks]
     if digest(facts) != mark.get("digest"):
         raise DamagedCheckpoint("the metadata is not what was written: its checksum is wrong")
+
+
+def _titles(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """The names that a plain optimizer's dict has beside its numbers, if it was given any."""
+    if not all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
+        return {}
+    return {
+        number: name
+        for group in groups
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+        if isinstance(number, int)
+    }
 
 
 def _section(path: Sequence[str | int]) -> _Section:
@@ -140,14 +168,25 @@ def _groups(
     if not all(isinstance(group.get("params"), list) for group in groups.values()):
         raise DamagedCheckpoint("a group of the checkpoint lists no parameters")
     numbers = sorted(number for number in groups if isinstance(number, int))
-    return [groups[number] for number in numbers] or list(groups.values())
+    ordered = [groups[number] for number in numbers] or list(groups.values())
+    return [{key: _with_lists(value) for key, value in group.items()} for group in ordered]
 
 
-def _put(tree: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
     *steps, last = path
     for step in steps:
-        tree = tree.setdefault(str(step), {})
-    tree[str(last)] = value
+        tree = tree.setdefault(step, {})
+    tree[last] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """Where a path had numbers there was a list."""
+    if not isinstance(tree, dict):
+        return tree
+    items = {key: _with_lists(value) for key, value in tree.items()}
+    if items and all(isinstance(key, int) for key in items):
+        return [items[key] for key in sorted(items)]
+    return items
 
 
 def read_whole(entry: TensorEntry, reader: Reader, key: str) -> torch.Tensor:

@@ -31,28 +31,56 @@ from onecopy.progress import Progress
 from onecopy.stateful import flattened
 from onecopy.transport import Transport
 from onecopy.version import __version__
-from onecopy.writer import Writer, Written, sync_directory, write_metadata
+from onecopy.writer import Writer, Written, only_writer, sync_directory, write_metadata
 
 PREFIX = "optim"
 MARK = "onecopy"
 _OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")
 
 
-def save(transport: Transport, portrait: Portrait, directory: Path, flatten: bool) -> None:
-    """Write the state that ``portrait`` shows. Collective."""
-    tree: dict[str, Any] = {}
+def save(
+    transport: Transport, make_portrait: Callable[[], Portrait], directory: Path, flatten: bool
+) -> None:
+    """Write the state that the portrait shows. Collective."""
+    transport.note(f"saving to {directory}")
+    with contextlib.ExitStack() as held:
+        portrait: Portrait | None = None
+        tree: dict[str, Any] = {}
 
-    def prepare() -> list[str]:
-        tree.update(portrait.tree())
-        if transport.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            _require_only_optimizer_state(directory)
-        return [f"to {directory}", f"flattened: {flatten}", f"plan {portrait.plan.digest}"]
+        def prepare() -> list[str]:
+            nonlocal portrait
+            portrait = make_portrait()
+            tree.update(portrait.tree())
+            require_name(directory)
+            if transport.rank == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_writer(directory))
+                _require_only_optimizer_state(directory)
+            return [f"to {directory}", f"flattened: {flatten}", f"plan {portrait.plan.digest}"]
 
-    agree(transport, "saving a checkpoint", prepare)
-    token = transport.broadcast_bytes(
-        uuid.uuid4().hex[:12].encode() if transport.rank == 0 else None, source=0
-    ).decode()
+        agree(transport, "saving a checkpoint", prepare)
+        assert portrait is not None
+        token = transport.broadcast_bytes(
+            uuid.uuid4().hex[:12].encode() if transport.rank == 0 else None, source=0
+        ).decode()
+        _save(transport, portrait, tree, directory, token, flatten)
+
+
+def require_name(directory: Path) -> None:
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the path {str(directory)!r} is not valid text: choose another") from None
+
+
+def _save(
+    transport: Transport,
+    portrait: Portrait,
+    tree: dict[str, Any],
+    directory: Path,
+    token: str,
+    flatten: bool,
+) -> None:
     exchange = transport.exchange(token, f"saving to {directory}")
     mine = f"__{transport.rank}_{token}.distcp"
 
@@ -151,9 +179,20 @@ def _mark(portrait: Portrait, not_begun: list[str], written: list[Written]) -> d
     return {
         "version": __version__,
         "names": "positions" if portrait.names[0].startswith(BY_INDEX) else "names",
+        "classes": classes_of(portrait),
+        "frozen": [portrait.names[index] for index in portrait.roster.unplanned(portrait.plan)],
         "not_begun": not_begun,
         "digest": digest((e.key, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
     }
+
+
+def classes_of(portrait: Portrait) -> dict[str, list[str]]:
+    """The names of the parameters that each optimizer class has."""
+    found: dict[str, list[str]] = {}
+    for name, entry in zip(portrait.names, portrait.roster.entries, strict=True):
+        cls = portrait.roster.policies[entry.group].optimizer_class
+        found.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(name)
+    return found
 
 
 def digest(entries: Iterable[tuple[Any, ...]]) -> str:
@@ -184,9 +223,9 @@ def _require_only_optimizer_state(directory: Path) -> None:
         other = [key for key in keys if not key.startswith(f"{PREFIX}.")]
         if other:
             raise ValueError(
-                f"{directory} is a checkpoint that holds more than an optimizer's state "
-                f"({other[0]}, ...), which would be lost: save to another directory, or save both "
-                "with dcp.save and optimizer.sharded()"
+                f"{directory} is a checkpoint that holds something else than save() writes "
+                f"({other[0]}, ...), which would be lost: save to another directory, or save all "
+                "of it with dcp.save and optimizer.sharded()"
             )
 
 

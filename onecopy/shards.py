@@ -47,7 +47,7 @@ class Shards:
         undo_local = self.local.snapshot()
         try:
             yield
-        except Exception:
+        except BaseException:  # an interrupted load, too, leaves everything as it was
             self.roster, self.plan, self.is_confirmed = roster, plan, confirmed
             undo_local()
             raise

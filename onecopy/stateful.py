@@ -164,7 +164,7 @@ class ShardedState:
     def __init__(
         self,
         portrait: Callable[[], Portrait],
-        adopt: Callable[[Portrait, Mapping[str, Any], Sequence[Mapping[str, Any]]], None],
+        adopt: Callable[[Portrait, Any, Any, Sequence[str]], None],
         flatten: bool,
     ) -> None:
         self._portrait = portrait
@@ -183,14 +183,9 @@ class ShardedState:
         incomplete = sorted(
             name for name, state in tree["state"].items() if not _is_complete(state)
         )
-        if incomplete:
-            raise ValueError(
-                f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
-                f"{', ...' * (len(incomplete) > 5)}: is it complete?"
-            )
         state = replaced(tree["state"], BoxTensor, BoxTensor.loaded)
         groups = [replaced(group, BoxTensor, _value) for group in tree["param_groups"]]
-        self._adopt(portrait, state, groups)
+        self._adopt(portrait, state, groups, incomplete)
 
 
 def _is_complete(tree: Any) -> bool:

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +99,30 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 _NIL = ctypes.c_ubyte()
+
+
+@contextlib.contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Keep others from saving to a directory at the same time. A process that dies lets go."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"another save is writing to {directory}: replicas of an optimizer that saves by "
+                "process subgroups need a directory each, or one of them saves"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_metadata(directory: Path, entries: Iterable[Written]) -> None:

@@ -112,8 +112,14 @@ def read_back(case: Case, crews: Crews, path: Path, saver: Run, plain: Run) -> I
         yield loader
 
 
+TELLING = {"AdamW", "dampening", "NAdam", "Rprop", "Muon", "opaque", "assorted"}
+TELLING_CASES = pytest.mark.parametrize(
+    "name", [n if n in TELLING else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+
+
 @distributed(3)
-@EVERY_CASE
+@TELLING_CASES
 def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
     world: World, name: str, tmp_path: Path
 ) -> None:
@@ -127,7 +133,7 @@ def test_what_is_saved_before_the_first_step_gives_the_same_first_step(
 
 
 @distributed(3)
-@EVERY_CASE
+@TELLING_CASES
 def test_a_parameter_without_gradients_until_now_begins_after_the_load(
     world: World, name: str, tmp_path: Path
 ) -> None:
