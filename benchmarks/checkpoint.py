@@ -1,6 +1,7 @@
 """Time and memory of writing and reading a checkpoint of AdamW's state, on gloo and this machine.
 
-Side by side: the disk itself (a plain write of as many bytes, and fsync, by one process), ours
+Side by side: the disk itself (a plain write of as many bytes through the page cache, and fsync, by
+one process; `optimizer.save` writes past the cache), ours
 sharded (`optimizer.save`, and `dcp.save` with `optimizer.sharded()`), ours and torch's own class
 consolidated to one rank and written with `torch.save`, and an unsharded optimizer on one rank.
 All of them end with fsync. For `dcp.async_save` the part that blocks training is shown next to a
@@ -175,13 +176,23 @@ class Bench:
         def load_dcp() -> None:
             dcp.load({"optim": fresh[0].sharded()}, checkpoint_id=self.directory / "dcp")
 
+        def load_torchs() -> None:
+            from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
+            torchs = Torchs(self.params, torch.optim.AdamW, lr=0.0)
+            torchs.load_state_dict(torch.load(self.directory / "torch.pt", weights_only=True))
+
         renew()
-        return {
+        found = {
             READ: Method(lambda: fresh[0].load(self.directory / "ours"), renew),
             "onecopy: dcp.load, optimizer.sharded": Method(load_dcp, renew),
             "onecopy: torch.load on every rank": Method(lambda: load_full("ours.pt"), renew),
             "unsharded on one rank: torch.load": Method(load_plain),
         }
+        if not self.args.no_torch:
+            rounds = self.args.torch_rounds
+            found["torch's class: torch.load on every rank"] = Method(load_torchs, rounds=rounds)
+        return found
 
 
 def take_turns(turns: dict[str, Method], rounds: int) -> list[Samples]:

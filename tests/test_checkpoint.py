@@ -112,7 +112,7 @@ def read_back(case: Case, crews: Crews, path: Path, saver: Run, plain: Run) -> I
         yield loader
 
 
-TELLING = {"AdamW", "dampening", "NAdam", "Rprop", "Muon", "opaque", "assorted"}
+TELLING = {"AdamW", "dampening", "NAdam", "Muon", "opaque"}
 TELLING_CASES = pytest.mark.parametrize(
     "name", [n if n in TELLING else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )

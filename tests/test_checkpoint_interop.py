@@ -55,7 +55,10 @@ from onecopy import ZeroRedundancyOptimizer
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 INTEROP = ("AdamW", "amsgrad", "momentum", "Adagrad", "Rprop", "Adafactor", "Muon", "tied", "large")
-INTEROP_CASES = pytest.mark.parametrize("name", [name for name in INTEROP if name in CASES])
+QUICK = {"AdamW", "momentum", "Adagrad", "Muon"}
+INTEROP_CASES = pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in INTEROP]
+)
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 
 
