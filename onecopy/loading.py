@@ -89,14 +89,17 @@ def _compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> 
                 found.missing |= {_key(name, path) for path in expected}
                 found.unfit.add(name)
             continue
-        before = found.as_json()
-        found.missing |= {_key(name, path) for path in expected.keys() - there.keys()}
-        found.unexpected |= {_key(name, path) for path in there.keys() - expected.keys()}
-        for path in expected.keys() & there.keys():
-            difference = _difference(expected[path], there[path][1], dtypes[name])
-            if difference:
-                found.mismatched.add(f"{_key(name, path)} ({difference})")
-        if before != found.as_json():
+        missing = {_key(name, path) for path in expected.keys() - there.keys()}
+        unexpected = {_key(name, path) for path in there.keys() - expected.keys()}
+        mismatched = {
+            f"{_key(name, path)} ({difference})"
+            for path in expected.keys() & there.keys()
+            if (difference := _difference(expected[path], there[path][1], dtypes[name]))
+        }
+        found.missing |= missing
+        found.unexpected |= unexpected
+        found.mismatched |= mismatched
+        if missing or unexpected or mismatched:
             found.unfit.add(name)
     known = set(portrait.names)
     listed = {name for group in saved.groups for name in group["params"]}
@@ -174,7 +177,7 @@ def load(
             found = _compare(portrait, tree, saved)
             if not (strict and found.any):
                 pieces = _read(portrait, tree, saved, found, reader, exchange)
-                take = _Take(portrait, options, saved, pieces)
+                take = _Take(portrait, options, saved, pieces, _kept(portrait, found))
         return found.as_json()
 
     def decide(reports: list[Any]) -> list[list[str]]:
@@ -208,6 +211,7 @@ class _Take:
     options: Sequence[Mapping[str, Any]]
     saved: SavedState
     pieces: dict[torch.Tensor, dict[str, Any]]
+    kept: dict[torch.Tensor, dict[str, Any]]  # of parameters that do not fit, what they have
 
     def loadable(self, transport: Transport) -> Loadable:
         """Without the state that did not exist when it was saved. Collective."""
@@ -215,7 +219,8 @@ class _Take:
         if not_begun is None:
             said, _ = transport.minimum_and_maximum(self.portrait.beginnings(self.pieces))
             not_begun = self.portrait.names_not_begun(said)
-        return Loadable({}, {}, self.options, self.portrait.without(self.pieces, not_begun))
+        begun = self.portrait.without(self.pieces, not_begun)
+        return Loadable({}, {}, self.options, {**begun, **self.kept})
 
 
 def _read(
@@ -226,7 +231,7 @@ def _read(
     reader: Reader,
     exchange: Exchange,
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state of this rank's pieces; of parameters that do not fit, what they have."""
+    """The state of this rank's pieces of the parameters that fit."""
     total = sum(leaf.nbytes for _, leaf in leaves(tree["state"]) if isinstance(leaf, Fragment))
     with Progress("loading", total, portrait.rank == 0) as bar:
 
@@ -239,15 +244,19 @@ def _read(
             for name, state in tree["state"].items()
             if name in saved.states and name not in found.unfit
         }
+    return portrait.pieces_from(states)
+
+
+def _kept(portrait: Portrait, found: _Findings) -> dict[torch.Tensor, dict[str, Any]]:
+    """The live state of parameters that do not fit."""
     live = portrait.local.state
-    kept = {
+    return {
         owned.tensor: dict(live[owned.tensor])
         for name, param in zip(portrait.names, portrait.roster.params, strict=True)
         if name in found.unfit
         for owned in portrait.local.of(param)
         if owned.tensor in live
     }
-    return {**portrait.pieces_from(states), **kept}
 
 
 def _share_metadata(transport: Transport, directory: Path) -> tuple[str, bytes]:
