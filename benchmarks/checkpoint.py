@@ -31,6 +31,7 @@ from measuring import (
     MB,
     Sample,
     Samples,
+    arguments,
     gathered,
     growths,
     make_state,
@@ -247,12 +248,7 @@ def print_table(title: str, everyone: list[Samples], mb: int, unit: str) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, default=500, help="state of all ranks together")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--torch-rounds", type=int, default=1, help="it takes a minute each")
-    parser.add_argument("--no-torch", action="store_true", help="leave out torch's own class")
+    parser = arguments(__doc__, mb=500, rounds=5)
     parser.add_argument("--directory", help="where to write, by default a temporary directory")
     args = parser.parse_args()
     print("speed: of the disk, or of optimizer.load, = 1. rank 0, others: growth of memory at peak")

@@ -25,6 +25,7 @@ from measuring import (
     MB,
     Sample,
     Samples,
+    arguments,
     gathered,
     growths,
     make_state,
@@ -138,12 +139,7 @@ def print_table(everyone: list[Samples], mb: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, default=256, help="state of all ranks together")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--torch-rounds", type=int, default=1, help="it takes 10 to 30 s each")
-    parser.add_argument("--no-torch", action="store_true", help="leave out torch's own class")
+    parser = arguments(__doc__, mb=256, rounds=7)
     args = parser.parse_args()
     print("speed: of the raw gather = 1. target, bystander: growth of resident memory at the peak")
     for world in args.ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import statistics
@@ -72,6 +73,17 @@ def _rank(rank: int, world: int, directory: str, body: Callable[..., None], args
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     body(Path(directory), *args)
     dist.destroy_process_group()
+
+
+def arguments(description: str, mb: int, rounds: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that compares ways to move the state of all ranks."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=mb, help="state of all ranks together")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--torch-rounds", type=int, default=1, help="it takes 10 to 60 s each")
+    parser.add_argument("--no-torch", action="store_true", help="leave out torch's own class")
+    return parser
 
 
 def gathered(samples: Samples) -> list[Samples]:
