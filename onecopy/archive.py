@@ -205,6 +205,8 @@ def _tensor_entry(key: str, described: Any, places: Mapping[_Index, Place]) -> T
             raise DamagedCheckpoint(f"{METADATA} does not say where {key} at {offsets} is")
         if not len(offsets) == len(sizes) == len(shape):
             raise DamagedCheckpoint(f"{METADATA} has a part of {key} with other dimensions")
+        if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
+            raise DamagedCheckpoint(f"{METADATA} has a part of {key} that reaches beyond it")
         chunks.append(Chunk(offsets, sizes, place))
     # TensorProperties pickles as a tuple that begins with the dtype.
     properties = described.properties

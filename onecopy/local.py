@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,23 @@ def grad_dtype(param: torch.Tensor) -> torch.dtype:
     return param.dtype if found is None else found
 
 
+class Holdings:
+    """This rank's pieces: in the order of the plan, and by parameter."""
+
+    def __init__(self, pieces: Iterable[OwnedPiece] = ()) -> None:
+        self.pieces: list[OwnedPiece] = []
+        self.of: dict[torch.Tensor, list[OwnedPiece]] = {}
+        self.of_cut: dict[torch.Tensor, list[OwnedPiece]] = {}  # no more than a few per bucket
+        for owned in pieces:
+            self.add(owned)
+
+    def add(self, owned: OwnedPiece) -> None:
+        self.pieces.append(owned)
+        self.of.setdefault(owned.param, []).append(owned)
+        if not owned.is_whole:
+            self.of_cut.setdefault(owned.param, []).append(owned)
+
+
 @dataclass(slots=True)
 class Inner:
     """One optimizer class on this rank, and the numbers of the groups that it serves."""
@@ -97,8 +114,7 @@ class LocalOptimizer:
     """All inner optimizers as one: ``param_groups`` and ``state`` as a plain optimizer has them."""
 
     def __init__(self, default_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        self.pieces: list[OwnedPiece] = []
-        self._of_param: dict[torch.Tensor, list[OwnedPiece]] = {}
+        self._held = Holdings()
         self._inners: dict[type[Optimizer], Inner] = {}
         self._default_class = default_class
         self._defaults = dict(defaults)
@@ -106,19 +122,22 @@ class LocalOptimizer:
 
     # ------------------------------------------------------------------ parameters and groups
 
+    @property
+    def pieces(self) -> list[OwnedPiece]:
+        """This rank's pieces, in the order of the plan."""
+        return self._held.pieces
+
     def own(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
         """Take over this rank's pieces of the parameters that the plan gained."""
         known = {owned.piece.param for owned in self.pieces}
         for piece in plan.pieces(rank):
             if piece.param not in known:
                 param = params[piece.param]
-                owned = OwnedPiece.of(piece, param, cut=piece.param in plan.cut_params)
-                self.pieces.append(owned)
-                self._of_param.setdefault(param, []).append(owned)
+                self._held.add(OwnedPiece.of(piece, param, cut=piece.param in plan.cut_params))
 
     def disown(self) -> None:
         """Let go of all pieces and of their state, to own those of another plan."""
-        self.pieces, self._of_param = [], {}
+        self._held = Holdings()
         for inner in self._inners.values():
             for key in [key for key in inner.optimizer.state if isinstance(key, torch.Tensor)]:
                 del inner.optimizer.state[key]
@@ -196,12 +215,12 @@ class LocalOptimizer:
 
         Containers are remembered, not copied tensors: only a step changes those.
         """
-        pieces, of_param = list(self.pieces), {p: list(o) for p, o in self._of_param.items()}
+        pieces = list(self.pieces)
         inners = dict(self._inners)
         before = [_InnerBefore.of(inner) for inner in inners.values()]
 
         def undo() -> None:
-            self.pieces, self._of_param, self._inners = pieces, of_param, inners
+            self._held, self._inners = Holdings(pieces), inners
             for inner in before:
                 inner.restore()
 
@@ -209,7 +228,7 @@ class LocalOptimizer:
 
     def of(self, param: torch.Tensor) -> list[OwnedPiece]:
         """This rank's pieces of a parameter."""
-        return self._of_param.get(param, [])
+        return self._held.of.get(param, [])
 
     def rebind(self) -> None:
         for owned in self.pieces:
@@ -286,8 +305,7 @@ class LocalOptimizer:
     @contextlib.contextmanager
     def gradients_bound(self) -> Iterator[None]:
         """Pieces have their parts of the parameters' gradients, without a copy."""
-        cut = [(p, pieces) for p, pieces in self._of_param.items() if not pieces[0].is_whole]
-        for param, pieces in cut:
+        for param, pieces in self._held.of_cut.items():
             if param.grad is not None:
                 grad = in_layout_of(param, param.grad)  # once for all its pieces
                 for owned in pieces:
@@ -295,7 +313,7 @@ class LocalOptimizer:
         try:
             yield
         finally:
-            for _, pieces in cut:
+            for pieces in self._held.of_cut.values():
                 for owned in pieces:
                     owned.tensor.grad = None
 
@@ -321,9 +339,7 @@ class LocalOptimizer:
             param = copy.deepcopy(owned.param, memo)
             tensor = param if owned.is_whole else _view(param, owned.piece)
             memo[id(owned.tensor)] = tensor
-            copied = OwnedPiece(owned.piece, param, tensor)
-            new.pieces.append(copied)
-            new._of_param.setdefault(param, []).append(copied)
+            new._held.add(OwnedPiece(owned.piece, param, tensor))
         new._inners = {
             cls: Inner(copy.deepcopy(inner.optimizer, memo), list(inner.groups))
             for cls, inner in self._inners.items()

@@ -220,7 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
         self._shards.require_untouched(self.param_groups)
         self._follow_flags()
-        unfrozen = self._roster.to_plan(self._plan)
+        unfrozen = self._shards.unfrozen()
         if party is not None:
             unfrozen = follow_lender(self._transport, party, self.param_groups, unfrozen)
         if unfrozen or not self._shards.is_confirmed:

@@ -108,8 +108,6 @@ class Roster:
 
     def to_plan(self, plan: Plan) -> list[int]:
         """The trainable parameters that the plan does not hold yet."""
-        if len(plan.params) == len(self.entries):
-            return []
         return [index for index in self.unplanned(plan) if is_trainable(self.params[index])]
 
     def unplanned(self, plan: Plan) -> list[int]:

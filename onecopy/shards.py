@@ -7,6 +7,7 @@ change happens inside ``all_or_nothing``, and then ``settle`` prepares memory an
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Shards:
         self._gatherer = Gatherer(transport)
         self._memory = MemoryWatch()
         self._in_modules = HomeWatch(())
+        self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
 
     # ------------------------------------------------------------------ changing
 
@@ -106,6 +108,7 @@ class Shards:
         self.local.rebind()
         self._gatherer.prepare(self.plan, self.roster.params, self._homes)
         self._memory.remember(self.roster.planned(self.plan))
+        self._left_out = [self.roster.params[i] for i in self.roster.unplanned(self.plan)]
 
     def look_for_modules(self) -> None:
         """Find out which modules use the parameters, to notice when they no longer do."""
@@ -117,6 +120,12 @@ class Shards:
         """Raise if the user has changed what cannot be followed."""
         self.roster.require_same_groups(groups)
         self._in_modules.require_in_place()
+
+    def unfrozen(self) -> list[int]:
+        """The parameters that the plan left out and that have become trainable."""
+        if not any(map(_requires_grad, self._left_out)):
+            return []
+        return self.roster.to_plan(self.plan)
 
     def follow_memory(self) -> None:
         """Parameters that were given new memory keep their pieces, if they look the same."""
@@ -146,6 +155,9 @@ class Shards:
         new.look_for_modules()
         new.settle()
         return new
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

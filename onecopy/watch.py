@@ -8,9 +8,10 @@ ones. The first is followed or refused, the second is refused: an update is neve
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +53,7 @@ class Home(NamedTuple):
     """A place in a module where a parameter was found."""
 
     module: weakref.ref[torch.nn.Module]
+    parameters: dict[str, torch.Tensor | None]  # those of the module itself
     name: str
     entry: Entry
 
@@ -65,26 +67,38 @@ class HomeWatch:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         ours = {id(entry.param): entry for entry in entries}
-        self._homes = [
-            Home(weakref.ref(module), name, ours[id(param)])
-            for module in _all_modules()
-            for name, param in module.__dict__.get("_parameters", {}).items()
+        self._gone: list[Any] = []  # references to modules that have died
+        self._arrange(
+            Home(weakref.ref(module, self._gone.append), parameters, name, ours[id(param)])
+            for module, parameters in _all_modules()
+            for name, param in parameters.items()
             if id(param) in ours
-        ]
+        )
+
+    def _arrange(self, homes: Iterable[Home]) -> None:
+        self._homes = list(homes)
+        # The same in columns, which can be compared without a Python loop in every step.
+        self._places = [home.parameters for home in self._homes]
+        self._names = [home.name for home in self._homes]
+        self._params = [home.entry.param for home in self._homes]
 
     def require_in_place(self) -> None:
         """Raise if a parameter's place is taken by another one.
 
         A parameter that was deleted, or whose module is gone, is none of our business.
         """
-        for module, name, entry in self._homes:
-            holder = module()
-            if holder is not None and holder._parameters.get(name) is not entry.param:
-                self._require_not_replaced(entry)
+        if self._gone:
+            self._gone.clear()
+            self._arrange(home for home in self._homes if home.module() is not None)
+        found = map(dict.get, self._places, self._names)
+        if not all(map(operator.is_, found, self._params)):
+            for home in self._homes:
+                if home.parameters.get(home.name) is not home.entry.param:
+                    self._require_not_replaced(home.entry)
 
     def _require_not_replaced(self, entry: Entry) -> None:
-        holders = [(home.module(), home.name) for home in self._homes if home.entry is entry]
-        now = [holder._parameters.get(name) for holder, name in holders if holder is not None]
+        homes = [home for home in self._homes if home.entry is entry]
+        now = [home.parameters.get(home.name) for home in homes]
         if all(param is not None and param is not entry.param for param in now):
             raise RuntimeError(
                 f"{entry.name} is no longer the one that its module uses: another Parameter has "
@@ -93,7 +107,8 @@ class HomeWatch:
             )
 
 
-def _all_modules() -> Iterator[torch.nn.Module]:
+def _all_modules() -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]]:
+    """All modules that are alive, with the parameters of each itself."""
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
-            yield obj
+            yield obj, obj.__dict__.get("_parameters", {})

@@ -290,6 +290,16 @@ def test_a_tensor_with_a_part_that_is_there_twice_in_place_of_another_is_refused
         reader.fill(whole((6, 2)), torch.empty(6, 2), doubled, "optim.x")
 
 
+def test_a_tensor_that_is_said_to_be_smaller_than_its_parts_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"x": torch.randn(6, 2)})
+    file = tmp_path / METADATA
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["optim.x"].size = torch.Size((6, 1))
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpoint, match=r"optim\.x that reaches beyond"):
+        contents_of(tmp_path)
+
+
 # ------------------------------------------------------------------------------- booby traps
 
 
