@@ -17,7 +17,8 @@ TORCH_BIN := $(TORCH_VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-torch lint types format \
-        bench-balance bench-plan bench-cuts bench-consolidate bench-checkpoint clean
+        bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
+        clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -55,6 +56,9 @@ bench-plan: $(VENV)/.installed ## how long planning takes
 
 bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
 	$(BIN)/python benchmarks/cuts.py
+
+bench-overhead: $(VENV)/.installed ## what a step costs beside the optimizer class
+	$(BIN)/python benchmarks/overhead.py
 
 bench-consolidate: $(VENV)/.installed ## time and memory of collecting the full state
 	$(BIN)/python benchmarks/consolidate.py
