@@ -32,6 +32,7 @@ class Place(NamedTuple):
     file: str
     offset: int
     length: int
+    transforms: tuple[str, ...] = ()  # what an extension of DCP did to its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,13 @@ def parse_metadata(data: bytes) -> Contents:
 
 def _contents(read: Any) -> Contents:
     places = {
-        index: Place(str(info.relative_path), int(info.offset), int(info.length))
+        index: Place(
+            str(info.relative_path),
+            int(info.offset),
+            int(info.length),
+            tuple(map(str, getattr(info, "transform_descriptors", None) or ())),
+        )
         for index, info in read.storage_data.items()
-        if not getattr(info, "transform_descriptors", None)
     }
     entries: dict[str, TensorEntry | ValueEntry] = {}
     for key, described in read.state_dict_metadata.items():

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from onecopy.kinds import step_without_hooks
 
 _TOY_SHAPE = (2, 3)
+_SMALL = 4
+_MANY_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,26 @@ class Maker:
         except Exception:  # it looks at values, which a meta tensor has not
             return self._step_on(torch.zeros_like(param))
 
-    def _step_on(self, values: torch.Tensor) -> dict[str, Any]:
+    def changes_form(self, param: torch.Tensor) -> bool:
+        """Whether the state of a parameter like this one comes to have other keys, lengths or
+        shapes than after its first step. Found out on a small one."""
+
+        def state_after(steps: int) -> dict[str, Any]:
+            sizes = [min(size, _SMALL) for size in param.shape]
+            toy = torch.zeros(sizes, dtype=param.dtype, device=param.device)
+            return self._step_on(toy, steps)
+
+        try:
+            return bool(form_of(state_after(1)) != form_of(state_after(_MANY_STEPS)))
+        except Exception:  # it takes no such toy; nothing is known against it
+            return False
+
+    def _step_on(self, values: torch.Tensor, steps: int = 1) -> dict[str, Any]:
         stand_in = torch.nn.Parameter(values.detach())
         optimizer = self.construct(stand_in)
-        stand_in.grad = torch.zeros_like(stand_in)
-        step_without_hooks(optimizer)()
+        for _ in range(steps):
+            stand_in.grad = torch.zeros_like(stand_in)
+            step_without_hooks(optimizer)()
         return dict(optimizer.state.get(stand_in, {}))
 
     def start_of(self, key: str) -> float:
@@ -107,6 +124,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in tensors_in(item)]
     return []
+
+
+def form_of(value: Any) -> Any:
+    """The containers, keys and shapes of a state, without its values."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {key: form_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [form_of(item) for item in value]
+    return None
 
 
 def number_at_start(value: Any) -> Any:

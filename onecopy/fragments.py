@@ -7,7 +7,8 @@ checkpoint functions use them, with fragments in place of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,13 @@ class Fragment:
         part = Part(0, tensor.numel(), flat_range(tensor, 0, tensor.numel()))
         order = storage_order(tensor.shape, tensor.stride())
         return cls(tuple(tensor.shape), order, (part,), is_mine_to_write)
+
+    @classmethod
+    def outlined(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fragment:
+        """All of a tensor, in the memory of one element: to say what is to be read."""
+        numel = torch.Size(shape).numel()
+        part = Part(0, numel, torch.zeros((), dtype=dtype, device=device).expand(numel))
+        return cls(tuple(shape), tuple(range(len(shape))), (part,))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,12 +108,19 @@ def rebuilt(like: Any, tree: Any) -> Any:
             for key, value in tree.items()
         }
     if isinstance(like, (list, tuple)) and isinstance(tree, (list, tuple)):
-        items = [rebuilt(a, b) for a, b in zip(like, tree, strict=True)]
+        # A list may have grown: the items that came later are like the last.
+        examples = itertools.chain(like, itertools.repeat(like[-1] if like else None))
+        items = [rebuilt(a, b) for a, b in zip(examples, tree, strict=False)]
         return tuple(items) if isinstance(like, tuple) else items
     return tree
 
 
 Path_ = tuple[str | int, ...]
+
+
+def dotted(path: Path_) -> str:
+    """A path as DCP writes it."""
+    return ".".join(map(str, path))
 
 
 def leaves(tree: Any) -> Iterator[tuple[Path_, Any]]:

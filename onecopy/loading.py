@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from onecopy.archive import (
     parse_metadata,
     read_metadata,
 )
+from onecopy.comparing import Findings, compare, with_saved_forms
 from onecopy.exchange import Exchange
-from onecopy.fragments import Fragment, leaves
+from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
 from onecopy.naming import BY_INDEX
 from onecopy.portrait import Portrait
@@ -32,8 +34,7 @@ from onecopy.progress import Progress
 from onecopy.reader import Reader
 from onecopy.restore import Loadable
 from onecopy.restore import load as load_into
-from onecopy.saved import Entry, SavedState, find_state, read_whole
-from onecopy.saving import classes_of
+from onecopy.saved import SavedState, SavedValue, find_state, read_whole
 from onecopy.shards import Shards
 from onecopy.transport import Transport
 
@@ -54,88 +55,6 @@ class LoadReport(NamedTuple):
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 lines.append(f"  {title}: {', '.join(names[:_SHOWN])}{more}")
         return "\n".join(lines) or "  everything fits"
-
-
-# -------------------------------------------------------------------------- comparing
-
-
-@dataclass(slots=True)
-class _Findings:
-    missing: set[str] = field(default_factory=set)
-    unexpected: set[str] = field(default_factory=set)
-    mismatched: set[str] = field(default_factory=set)
-    unfit: set[str] = field(default_factory=set)  # parameters that cannot be loaded
-
-    @property
-    def any(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def as_json(self) -> list[list[str]]:
-        return [sorted(self.missing), sorted(self.unexpected), sorted(self.mismatched)]
-
-
-def _compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> _Findings:
-    """What does not fit of this rank's share; on rank 0, also what belongs to nobody."""
-    found = _Findings()
-    params = zip(portrait.names, portrait.roster.params, strict=True)
-    dtypes = {name: param.dtype for name, param in params}
-    for name in {**tree["state"], **dict.fromkeys(portrait.names_owned())}:
-        state = tree["state"].get(name, {})
-        expected = {tuple(map(str, path)): leaf for path, leaf in leaves(state)} if state else {}
-        there = saved.states.get(name)
-        if there is None:
-            # It was frozen, or had no gradient; if that is known not to be so, it is missing.
-            if saved.frozen is not None and name not in saved.frozen:
-                found.missing |= {_key(name, path) for path in expected}
-                found.unfit.add(name)
-            continue
-        missing = {_key(name, path) for path in expected.keys() - there.keys()}
-        unexpected = {_key(name, path) for path in there.keys() - expected.keys()}
-        mismatched = {
-            f"{_key(name, path)} ({difference})"
-            for path in expected.keys() & there.keys()
-            if (difference := _difference(expected[path], there[path][1], dtypes[name]))
-        }
-        found.missing |= missing
-        found.unexpected |= unexpected
-        found.mismatched |= mismatched
-        if missing or unexpected or mismatched:
-            found.unfit.add(name)
-    known = set(portrait.names)
-    listed = {name for group in saved.groups for name in group["params"]}
-    found.unfit |= known - listed
-    if portrait.rank == 0:
-        for name in saved.states.keys() - known:
-            found.unexpected |= {_key(name, path) for path in saved.states[name]}
-        found.missing |= {f"param_groups: {name}" for name in known - listed}
-        found.unexpected |= {f"param_groups: {name}" for name in listed - known}
-        for cls, names in classes_of(portrait).items():
-            for name in names:
-                theirs = saved.classes.get(name, cls)
-                # Classes of other packages may have been renamed since; their keys must tell.
-                if theirs != cls and {theirs[:12], cls[:12]} == {"torch.optim."}:
-                    found.mismatched.add(f"{name} ({theirs} in the checkpoint, {cls} here)")
-    return found
-
-
-def _key(name: str, path: Sequence[str]) -> str:
-    return ".".join(["state", name, *path])
-
-
-def _difference(expected: Any, entry: Entry, of_param: torch.dtype) -> str:
-    if isinstance(expected, Fragment) != isinstance(entry, TensorEntry):
-        return "a tensor on one side, a plain value on the other"
-    if isinstance(expected, Fragment) and isinstance(entry, TensorEntry):
-        if expected.shape != entry.shape:
-            return f"shape {entry.shape} in the checkpoint, {expected.shape} here"
-        # To a parameter's own dtype torch casts state when it is loaded.
-        is_cast = entry.dtype == of_param and expected.dtype.is_floating_point
-        if expected.dtype != entry.dtype and not is_cast:
-            return f"{entry.dtype} in the checkpoint, {expected.dtype} here"
-    return ""
-
-
-# -------------------------------------------------------------------------- loading
 
 
 def load(
@@ -160,7 +79,9 @@ def load(
     def read() -> list[list[str]]:
         nonlocal take
         with Reader(directory) as reader:
-            saved = find_state(parse_metadata(metadata), reader, key)
+            saved = find_state(
+                parse_metadata(metadata), reader, key, {*names, *chain(*_spellings(names))}
+            )
             mine = _names(names, saved)
             portrait = Portrait(
                 shards.local, shards.roster, shards.plan, groups, mine, transport.rank
@@ -173,8 +94,8 @@ def load(
             # From here on for the plan and with the options that are to be.
             changed = [{**ours, **theirs} for ours, theirs in zip(groups, options, strict=True)]
             portrait = replace(portrait, roster=shards.roster, plan=shards.plan, groups=changed)
-            tree = portrait.tree(live=False)
-            found = _compare(portrait, tree, saved)
+            tree = with_saved_forms(portrait, portrait.tree(live=False), saved)
+            found = compare(portrait, tree, saved)
             if not (strict and found.any):
                 pieces = _read(portrait, tree, saved, found, reader, exchange)
                 take = _Take(portrait, options, saved, pieces, _kept(portrait, found))
@@ -227,7 +148,7 @@ def _read(
     portrait: Portrait,
     tree: Mapping[str, Any],
     saved: SavedState,
-    found: _Findings,
+    found: Findings,
     reader: Reader,
     exchange: Exchange,
 ) -> dict[torch.Tensor, dict[str, Any]]:
@@ -247,7 +168,7 @@ def _read(
     return portrait.pieces_from(states)
 
 
-def _kept(portrait: Portrait, found: _Findings) -> dict[torch.Tensor, dict[str, Any]]:
+def _kept(portrait: Portrait, found: Findings) -> dict[torch.Tensor, dict[str, Any]]:
     """The live state of parameters that do not fit."""
     live = portrait.local.state
     return {
@@ -281,13 +202,14 @@ def _names(names: Sequence[str], saved: SavedState) -> list[str]:
         return [f"{BY_INDEX}{index}" for index in range(len(names))]
     listed = {name for group in saved.groups for name in group["params"]}
     if not listed & set(names):
-        for other in (
-            [f"module.{name}" for name in names],
-            [name.removeprefix("module.") for name in names],
-        ):
+        for other in _spellings(names):
             if set(other) <= listed:
                 return other
     return list(names)
+
+
+def _spellings(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    return [f"module.{name}" for name in names], [name.removeprefix("module.") for name in names]
 
 
 def _hint(names: Sequence[str], report: LoadReport) -> str:
@@ -307,38 +229,38 @@ def _made_anew(
     states = {}
     for index in portrait.made_for_frozen():
         states[shards.roster.params[index]] = {
-            path[0]: read_whole(entry, reader, full) if isinstance(entry, TensorEntry) else None
-            for path, (full, entry) in saved.states.get(portrait.names[index], {}).items()
+            path: read_whole(entry, reader, full) if isinstance(entry, TensorEntry) else None
+            for path, (full, entry, _) in saved.states.get(portrait.names[index], {}).items()
         }
     return shards.made_anew(portrait.groups, states)
 
 
 def _read_state(
     state: Mapping[str, Any],
-    saved: Mapping[tuple[str, ...], tuple[str, Entry]],
+    saved: Mapping[str, SavedValue],
     reader: Reader,
     did: Any,
 ) -> dict[str, Any]:
     """A parameter's state with everything read; fragments have memory of their own."""
-    read: dict[tuple[str, ...], Any] = {}
+    read: dict[str, Any] = {}
     for path, leaf in leaves(state):
-        full, entry = saved[tuple(map(str, path))]
+        full, entry, _ = saved[dotted(path)]
         if isinstance(entry, ValueEntry):
-            read[tuple(map(str, path))] = reader.value(entry, full)
+            read[dotted(path)] = reader.value(entry, full)
             continue
         fragment = leaf.like()
         for box, view in fragment.boxes():
             reader.fill(box, view, entry, full)
             did(view.nbytes)
-        read[tuple(map(str, path))] = fragment
+        read[dotted(path)] = fragment
     filled: dict[str, Any] = _put_back(state, read, ())
     return filled
 
 
-def _put_back(tree: Any, read: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> Any:
+def _put_back(tree: Any, read: Mapping[str, Any], path: Path_) -> Any:
     """``tree`` with its leaves replaced by what was read under their paths."""
-    if path in read:
-        return read[path]
+    if dotted(path) in read:
+        return read[dotted(path)]
     if isinstance(tree, dict):
         return {key: _put_back(value, read, (*path, str(key))) for key, value in tree.items()}
-    return [_put_back(value, read, (*path, str(n))) for n, value in enumerate(tree)]
+    return [_put_back(value, read, (*path, n)) for n, value in enumerate(tree)]

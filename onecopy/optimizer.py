@@ -485,6 +485,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
                     f"{', ...' * (len(incomplete) > 5)}: is it complete?"
                 )
+            portrait.require_steady_forms()
             portrait.require_all_in(groups)
             options.extend(portrait.options_from(groups))
             if self.world_size > 1:

@@ -23,6 +23,7 @@ from onecopy.boxes import storage_order
 from onecopy.buffers import is_dense
 from onecopy.fragments import Fragment, Part, rebuilt, replaced
 from onecopy.intake import options_of
+from onecopy.kinds import Kind
 from onecopy.local import LocalOptimizer, OwnedPiece
 from onecopy.parcels import NotPlain, encode
 from onecopy.plan import Plan
@@ -302,6 +303,29 @@ class Portrait:
                 candidates = []
             found.append(candidates[0] if candidates else ours)
         return found
+
+    def is_opaque(self, index: int) -> bool:
+        """Whether the state of a parameter may be of any form, which may change as it trains: that
+        of somebody's class that needs whole tensors."""
+        policy = self.roster.policies[self.roster.entries[index].group]
+        by_torch = policy.optimizer_class.__module__.startswith("torch.optim.")
+        return policy.kind is Kind.WHOLE and not by_torch
+
+    def require_steady_forms(self) -> None:
+        """Raise if a class makes more state than what its first step makes: whoever reads no more
+        than that would leave the rest behind."""
+        tried = set()
+        for index in filter(self.is_opaque, self._indices()):
+            entry = self.roster.entries[index]
+            look = (entry.group, entry.param.dtype, entry.param.dim())
+            if look not in tried and self.maker(index).changes_form(entry.param):
+                cls = self.roster.policies[entry.group].optimizer_class.__name__
+                raise ValueError(
+                    f"{cls} changes the form of its state as it trains, and dcp.load reads only "
+                    "the form that it is given: use optimizer.load(path, module), which takes the "
+                    "form from the checkpoint"
+                )
+            tried.add(look)
 
     def names_owned(self) -> list[str]:
         """The parameters of which this rank has pieces."""

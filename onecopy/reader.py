@@ -221,6 +221,11 @@ class Reader:
             self._maps[place.file].madvise(mmap.MADV_DONTNEED, start, length)
 
     def _entry(self, place: Place, key: str) -> memoryview:
+        if place.transforms:
+            raise ValueError(
+                f"{key} was written with {', '.join(place.transforms)}, an extension of DCP that "
+                "this reader does not have: read it with dcp.load and optimizer.sharded()"
+            )
         mapped = self._maps.get(place.file)
         if mapped is None:
             mapped = self._maps[place.file] = self._open(place.file, key)

@@ -6,14 +6,14 @@ or with the bare numbers of ``optimizer.state_dict()``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from onecopy.archive import Contents, DamagedCheckpoint, TensorEntry, ValueEntry
-from onecopy.fragments import Fragment
+from onecopy.fragments import Fragment, dotted
 from onecopy.naming import BY_INDEX
 from onecopy.reader import Reader
 from onecopy.saving import MARK, digest
@@ -21,11 +21,19 @@ from onecopy.saving import MARK, digest
 Entry = TensorEntry | ValueEntry
 
 
+class SavedValue(NamedTuple):
+    """A tensor or value of a parameter's state."""
+
+    key: str
+    entry: Entry
+    within: tuple[str | int, ...]  # its path in the state; numbers where there were lists
+
+
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """The optimizer's part of a checkpoint."""
 
-    states: dict[str, dict[tuple[str, ...], tuple[str, Entry]]]  # by parameter, by path within
+    states: dict[str, dict[str, SavedValue]]  # by parameter, by dotted path within
     groups: list[dict[str, Any]]  # options, and the names under "params"
     by_position: bool
     # Parameters whose state did not exist yet; None where something else than ``optimizer.save``
@@ -44,15 +52,18 @@ class _Section(NamedTuple):
     flat: str  # flattened: what follows the title in the same key, else empty
 
 
-def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedState:
-    """The optimizer's part, in whichever of torch's forms it was written."""
+def find_state(
+    contents: Contents, reader: Reader, key: str | None, expected: Container[str]
+) -> SavedState:
+    """The optimizer's part, in whichever of torch's forms it was written. Names that are expected
+    help to tell a parameter's name from what follows it."""
     prefix = _prefix(contents, key)
     sections = {
         full: _section(path[len(prefix) :])
         for full, path in contents.paths.items()
         if path[: len(prefix)] == prefix and len(path) > len(prefix)
     }
-    groups = _groups(contents, reader, sections)
+    groups = _groups(contents, reader, sections, expected)
     by_position = all(
         isinstance(name, int) or name.startswith(BY_INDEX) for g in groups for name in g["params"]
     )
@@ -64,7 +75,7 @@ def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedStat
             titles.get(n, f"{BY_INDEX}{n}") if isinstance(n, int) else n for n in group["params"]
         ]
     names = {name for group in groups for name in group["params"]}
-    states: dict[str, dict[tuple[str, ...], tuple[str, Entry]]] = {}
+    states: dict[str, dict[str, SavedValue]] = {}
     mark: Mapping[str, Any] = {}
     for full, section in sections.items():
         entry = contents.entries[full]
@@ -72,7 +83,7 @@ def find_state(contents: Contents, reader: Reader, key: str | None) -> SavedStat
             name, within = _split_name(section, names)
             if plain_numbers and name.isdigit():
                 name = titles.get(int(name), f"{BY_INDEX}{name}")
-            states.setdefault(name, {})[within] = (full, entry)
+            states.setdefault(name, {})[dotted(within)] = SavedValue(full, entry, within)
         elif section.title == MARK and isinstance(entry, ValueEntry):
             mark = reader.value(entry, full)
             _require_digest(contents, full, mark)
@@ -145,7 +156,7 @@ def _prefix(contents: Contents, key: str | None) -> tuple[str | int, ...]:
 
 
 def _groups(
-    contents: Contents, reader: Reader, sections: Mapping[str, _Section]
+    contents: Contents, reader: Reader, sections: Mapping[str, _Section], names: Container[str]
 ) -> list[dict[str, Any]]:
     """The saved groups. Flattened, every parameter is a group of its own."""
     groups: dict[str | int, dict[str, Any]] = {}
@@ -158,7 +169,7 @@ def _groups(
             if isinstance(entry, ValueEntry)
             else read_whole(entry, reader, full)
         )
-        name, _, option = flat.rpartition(".")
+        name, option = _split_flat(flat, names)
         number, *within = (name, option, *rest) if flat else rest
         _put(
             groups.setdefault(number, {} if isinstance(number, int) else {"params": [name]}),
@@ -170,6 +181,21 @@ def _groups(
     numbers = sorted(number for number in groups if isinstance(number, int))
     ordered = [groups[number] for number in numbers] or list(groups.values())
     return [{key: _with_lists(value) for key, value in group.items()} for group in ordered]
+
+
+def form_of_saved(
+    state: Mapping[str, SavedValue], devices: Mapping[str, torch.device]
+) -> dict[str, Any]:
+    """A parameter's state as it was saved, whatever its form: fragments, and None for values."""
+    form: dict[Any, Any] = {}
+    for path, (_, entry, within) in state.items():
+        leaf = (
+            Fragment.outlined(entry.shape, entry.dtype, devices[path])
+            if isinstance(entry, TensorEntry)
+            else None
+        )
+        _put(form, within, leaf)
+    return {str(key): _with_lists(value) for key, value in form.items()}
 
 
 def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
@@ -196,14 +222,22 @@ def read_whole(entry: TensorEntry, reader: Reader, key: str) -> torch.Tensor:
     return fragment.whole()
 
 
-def _split_name(section: _Section, names: set[str]) -> tuple[str, tuple[str, ...]]:
+def _split_name(section: _Section, names: set[str]) -> tuple[str, tuple[str | int, ...]]:
     """(name of the parameter, path within its state)."""
-    steps = tuple(map(str, section.rest))
+    steps = section.rest
     if not section.flat:
-        return steps[0], steps[1:]
-    parts = section.flat.split(".")
+        return str(steps[0]), steps[1:]
+    name, key = _split_flat(section.flat, names)
+    return name, (key, *steps)
+
+
+def _split_flat(flat: str, names: Container[str]) -> tuple[str, str]:
+    """(name of the parameter, key): the longest name that is known, and any other is taken to have
+    a key without a dot."""
+    parts = flat.split(".")
     for length in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
         if name in names:
-            return name, (*parts[length:], *steps)
-    return ".".join(parts[:-1]), (parts[-1], *steps)
+            return name, ".".join(parts[length:])
+    name, _, key = flat.rpartition(".")
+    return name, key

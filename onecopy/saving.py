@@ -55,7 +55,7 @@ def save(
             if transport.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_writer(directory))
-                _require_only_optimizer_state(directory)
+                _require_replaceable(directory, portrait.names)
             return [f"to {directory}", f"flattened: {flatten}", f"plan {portrait.plan.digest}"]
 
         agree(transport, "saving a checkpoint", prepare)
@@ -216,8 +216,8 @@ def _from_json(entry: list[Any]) -> Written:
 # -------------------------------------------------------------------------- the directory
 
 
-def _require_only_optimizer_state(directory: Path) -> None:
-    """Refuse to replace a checkpoint that holds anything but what is saved here."""
+def _require_replaceable(directory: Path, names: Sequence[str]) -> None:
+    """Refuse to replace a checkpoint that holds anything but earlier state of these parameters."""
     with contextlib.suppress(FileNotFoundError):
         keys = parse_metadata(read_metadata(directory)).entries
         other = [key for key in keys if not key.startswith(f"{PREFIX}.")]
@@ -226,6 +226,13 @@ def _require_only_optimizer_state(directory: Path) -> None:
                 f"{directory} is a checkpoint that holds something else than save() writes "
                 f"({other[0]}, ...), which would be lost: save to another directory, or save all "
                 "of it with dcp.save and optimizer.sharded()"
+            )
+        known = [k for k in keys if k.startswith(f"{PREFIX}.state.")]
+        if known and not any(k.startswith(f"{PREFIX}.state.{n}.") for k in known for n in names):
+            raise ValueError(
+                f"{directory} holds the state of another optimizer ({known[0]}, ...), which would "
+                "be lost: save to another directory, or save both with dcp.save and "
+                "optimizer.sharded()"
             )
 
 

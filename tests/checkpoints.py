@@ -16,8 +16,11 @@ never interrupted:
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,13 @@ from harness import World
 from models import ConvNet, TiedNet
 from test_state import assert_same, assorted, matrices, parameter, set_gradients, tensors_in
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from onecopy import ZeroRedundancyOptimizer
 
@@ -175,6 +185,48 @@ def resumed(run: Run, plain: Run, path: Path, way: str, **options: Any) -> Run:
     load(run, path, way, **options)
     copy_parameters(run, plain)
     return run
+
+
+# ---------------------------------------- the plain class ----------------------------------------
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[bool]:
+    """DCP in one process of several: whether this release has an argument for it. That warns of
+    what it was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield "no_dist" in inspect.signature(dcp.load).parameters
+
+
+def torch_form(run: Run, flat: bool) -> dict[str, Any]:
+    """What torch's helpers make of a plain optimizer."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return get_optimizer_state_dict(run.model, run.optimizers[0], options=options)
+
+
+def read_plain(run: Run, path: Path, flat: bool) -> None:
+    """As one process without a process group does it."""
+    form = {"optim": torch_form(run, flat)}
+    with _alone() as can_say_so:
+        if can_say_so:
+            dcp.load(form, checkpoint_id=path, no_dist=True)
+        else:
+            _load_state_dict(form, dcp.FileSystemReader(path), no_dist=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_optimizer_state_dict(run.model, run.optimizers[0], form["optim"], options=options)
+
+
+def write_plain(world: World, run: Run, path: Path, flat: bool) -> None:
+    """By one process; the others wait until it is done."""
+    if world.rank == 0:
+        form = {"optim": torch_form(run, flat)}
+        with _alone() as can_say_so:
+            if can_say_so:
+                dcp.save(form, checkpoint_id=path, no_dist=True)
+            else:
+                _save_state_dict(form, dcp.FileSystemWriter(path), no_dist=True)
+    dist.barrier()
 
 
 # ---------------------------------------- comparing ----------------------------------------

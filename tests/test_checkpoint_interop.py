@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +29,13 @@ from checkpoints import (
     by_name,
     copy_parameters,
     load,
+    read_plain,
     save,
     slow_down,
+    torch_form,
     train,
     used_before,
+    write_plain,
 )
 from harness import World, distributed
 from models import Mlp
@@ -45,8 +47,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,17 +54,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import ZeroRedundancyOptimizer
 
-# dcp.load(no_dist=True), as a single process uses it, warns of what it was asked for.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 INTEROP = ["AdamW", "amsgrad", "momentum", "Adagrad", "Rprop", "Adafactor", "tied", "large"]
 INTEROP += ["Muon"] if "Muon" in CASES else []  # older releases of torch have none
 QUICK = {"AdamW", "momentum", "Adagrad", "Muon"}
 INTEROP_CASES = pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in INTEROP]
 )
-# Older releases can do it, but do not say so in the signature.
-_ALONE = {"no_dist": True} if "no_dist" in inspect.signature(dcp.load).parameters else {}
 needs_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="fully_shard of this torch does not run on the CPU",
@@ -73,34 +68,6 @@ FLAT = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 
 
 # ---------------------------------------- the plain class ----------------------------------------
-
-
-def torch_form(run: Run, flat: bool) -> dict[str, Any]:
-    """What torch's helpers make of a plain optimizer."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    return get_optimizer_state_dict(run.model, run.optimizers[0], options=options)
-
-
-def read_plain(run: Run, path: Path, flat: bool) -> None:
-    """As one process without a process group does it."""
-    form = {"optim": torch_form(run, flat)}
-    if _ALONE:
-        dcp.load(form, checkpoint_id=path, **_ALONE)
-    else:
-        _load_state_dict(form, dcp.FileSystemReader(path), no_dist=True)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    set_optimizer_state_dict(run.model, run.optimizers[0], form["optim"], options=options)
-
-
-def write_plain(world: World, run: Run, path: Path, flat: bool) -> None:
-    """By one process; the others wait until it is done."""
-    if world.rank == 0:
-        form = {"optim": torch_form(run, flat)}
-        if _ALONE:
-            dcp.save(form, checkpoint_id=path, **_ALONE)
-        else:
-            _save_state_dict(form, dcp.FileSystemWriter(path), no_dist=True)
-    dist.barrier()
 
 
 @distributed(3)

@@ -158,3 +158,68 @@ def test_a_path_that_is_a_file_says_so(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file"):
         made(AdamW).load(tmp_path / "file")
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_options_and_state_may_have_dots_in_their_keys(
+    world: World, tmp_path: Path, flat: bool
+) -> None:
+    saver, loader = made(Dotted, steps=2), made(Dotted)
+    saver.param_groups[0]["a.b"] = 7
+    saver.save(tmp_path, flatten_optimizer_state_dict=flat)
+    loader.load(tmp_path)
+    assert loader.param_groups[0]["a.b"] == 7
+    for mine, theirs in zip(tensors_of(loader), tensors_of(saver), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Dotted(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "a.b": 1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                mean = self.state[param].setdefault("mean.of.all", torch.zeros_like(param))
+                mean.lerp_(param.grad, 0.5)
+                param.sub_(mean, alpha=group["lr"])
+
+
+@distributed(1, 2)
+def test_a_second_optimizer_does_not_replace_the_checkpoint_of_the_first(
+    world: World, tmp_path: Path
+) -> None:
+    first, second = made(AdamW, steps=1), made(AdamW, steps=1, model=nn.Sequential(nn.Linear(3, 4)))
+    first.save(tmp_path)
+    with pytest.raises(ValueError, match=r"state of another optimizer \(optim\.state\."):
+        second.save(tmp_path)
+    first.save(tmp_path)
+    first.load(tmp_path)
+
+
+@distributed(1, 2)
+def test_a_checkpoint_written_with_an_extension_of_dcp_is_refused_with_the_reason(
+    world: World, tmp_path: Path
+) -> None:
+    extension = pytest.importorskip("torch.distributed.checkpoint._extension")
+
+    class Same(extension.StreamTransformExtension):
+        registry_name = staticmethod(lambda: "stream.same")
+        from_descriptor = classmethod(lambda cls, _: cls())
+
+        def get_descriptor(self) -> str:
+            return f"{self.registry_name()}/1"
+
+        def transform_to(self, output: Any) -> Any:
+            return output
+
+        def transform_from(self, source: Any) -> Any:
+            return source
+
+    opt = made(AdamW, steps=1)
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Same()])
+    dcp.save({"optim": opt.sharded()}, storage_writer=writer)
+    with pytest.raises(ValueError, match=r"was written with stream\.same/1.*dcp\.load"):
+        opt.load(tmp_path)

@@ -48,6 +48,7 @@ ORDER = (
     "writer",
     "saving",
     "saved",
+    "comparing",
     "loading",
     "optimizer",
     "__init__",

@@ -1,0 +1,134 @@
+"""What of a saved state fits an optimizer, and what does not, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onecopy.archive import TensorEntry
+from onecopy.fragments import Fragment, dotted, leaves
+from onecopy.portrait import Portrait
+from onecopy.saved import Entry, SavedState, SavedValue, form_of_saved
+from onecopy.saving import classes_of
+
+
+@dataclass(slots=True)
+class Findings:
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    mismatched: set[str] = field(default_factory=set)
+    unfit: set[str] = field(default_factory=set)  # parameters that cannot be loaded
+
+    @property
+    def any(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def as_json(self) -> list[list[str]]:
+        return [sorted(self.missing), sorted(self.unexpected), sorted(self.mismatched)]
+
+
+def compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> Findings:
+    """What does not fit of this rank's share; on rank 0, also what belongs to nobody."""
+    found = Findings()
+    params = zip(portrait.names, portrait.roster.params, strict=True)
+    dtypes = {name: param.dtype for name, param in params}
+    for name in {**tree["state"], **dict.fromkeys(portrait.names_owned())}:
+        expected = _by_path(tree["state"].get(name, {}))
+        there = saved.states.get(name)
+        if there is None:
+            # It was frozen, or had no gradient; if that is known not to be so, it is missing.
+            if saved.frozen is not None and name not in saved.frozen:
+                found.missing |= {_key(name, path) for path in expected}
+                found.unfit.add(name)
+            continue
+        missing = {_key(name, path) for path in expected.keys() - there.keys()}
+        unexpected = {_key(name, path) for path in there.keys() - expected.keys()}
+        mismatched = {
+            f"{_key(name, path)} ({difference})"
+            for path in expected.keys() & there.keys()
+            if (difference := _difference(expected[path], there[path].entry, dtypes[name]))
+        }
+        found.missing |= missing
+        found.unexpected |= unexpected
+        found.mismatched |= mismatched
+        if missing or unexpected or mismatched:
+            found.unfit.add(name)
+    known = set(portrait.names)
+    listed = {name for group in saved.groups for name in group["params"]}
+    found.unfit |= known - listed
+    if portrait.rank == 0:
+        for name in saved.states.keys() - known:
+            found.unexpected |= {_key(name, path) for path in saved.states[name]}
+        found.missing |= {f"param_groups: {name}" for name in known - listed}
+        found.unexpected |= {f"param_groups: {name}" for name in listed - known}
+        for cls, names in classes_of(portrait).items():
+            for name in names:
+                theirs = saved.classes.get(name, cls)
+                # Classes of other packages may have been renamed since; their keys must tell.
+                if theirs != cls and {theirs[:12], cls[:12]} == {"torch.optim."}:
+                    found.mismatched.add(f"{name} ({theirs} in the checkpoint, {cls} here)")
+    return found
+
+
+def with_saved_forms(
+    portrait: Portrait, tree: Mapping[str, Any], saved: SavedState
+) -> dict[str, Any]:
+    """The tree with opaque states in the form in which they were saved, if they are of the same
+    kind: how far a class has changed the form of its state, only the checkpoint knows."""
+    state = dict(tree["state"])
+    params = zip(portrait.names, portrait.roster.params, strict=True)
+    for index, (name, param) in enumerate(params):
+        there = saved.states.get(name)
+        if there is None or not portrait.is_opaque(index) or not portrait.local.of(param):
+            continue
+        expected = _by_path(state.get(name, {}))
+        if _may_have_become(expected, there, param):
+            devices = {path: _device(expected.get(path), param) for path in there}
+            state[name] = form_of_saved(there, devices)
+    return {**tree, "state": state}
+
+
+def _may_have_become(
+    expected: Mapping[str, Any],
+    there: Mapping[str, SavedValue],
+    param: torch.Tensor,
+) -> bool:
+    """Whether state of this form may have become that one as the class went on: they have keys in
+    common, and what is shaped like the parameter has stayed so."""
+    common = expected.keys() & there.keys()
+    shaped = [p for p in common if param.numel() > 1 and _shape(expected[p]) == param.shape]
+    return bool(common or not expected) and all(
+        _shape(there[path].entry) == param.shape for path in shaped
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return value.shape if isinstance(value, (Fragment, TensorEntry)) else None
+
+
+def _device(expected: Any, param: torch.Tensor) -> torch.device:
+    return expected.parts[0].data.device if isinstance(expected, Fragment) else param.device
+
+
+def _by_path(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {dotted(path): leaf for path, leaf in leaves(state)} if state else {}
+
+
+def _key(name: str, path: str) -> str:
+    return f"state.{name}.{path}"
+
+
+def _difference(expected: Any, entry: Entry, of_param: torch.dtype) -> str:
+    if isinstance(expected, Fragment) != isinstance(entry, TensorEntry):
+        return "a tensor on one side, a plain value on the other"
+    if isinstance(expected, Fragment) and isinstance(entry, TensorEntry):
+        if expected.shape != entry.shape:
+            return f"shape {entry.shape} in the checkpoint, {expected.shape} here"
+        # To a parameter's own dtype torch casts state when it is loaded.
+        is_cast = entry.dtype == of_param and expected.dtype.is_floating_point
+        if expected.dtype != entry.dtype and not is_cast:
+            return f"{entry.dtype} in the checkpoint, {expected.dtype} here"
+    return ""
