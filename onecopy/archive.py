@@ -186,12 +186,12 @@ def _contents(read: Any) -> Contents:
             entries[key] = _tensor_entry(key, described, places)
         elif (place := places.get(_index(key, None))) is not None:
             entries[key] = ValueEntry(place)
-    paths = read.planner_data or {}
+    paths = read.planner_data or {key: (key,) for key in entries}  # none: nothing was nested
     for key in entries:
-        path = paths.get(key, (key,))
+        path = paths.get(key)
         if not isinstance(path, tuple) or ".".join(map(str, path)) != key:
             raise DamagedCheckpoint(f"{METADATA} has {path!r} in place of the path of {key}")
-    return Contents(entries, {key: paths.get(key, (key,)) for key in entries})
+    return Contents(entries, {key: paths[key] for key in entries})
 
 
 def _index(key: str, offset: tuple[int, ...] | None) -> _Index:

@@ -103,11 +103,12 @@ def _require_digest(contents: Contents, mark_key: str, mark: Mapping[str, Any]) 
     """The metadata has no checksum of its own; the mark has one of what it said."""
     facts: list[tuple[Any, ...]] = []
     for key, entry in contents.entries.items():
+        path = contents.paths[key]
         if isinstance(entry, ValueEntry):
-            facts += [(key, entry.place, "", (), (), ())] if key != mark_key else []
+            facts += [(path, entry.place, "", (), (), ())] if key != mark_key else []
         else:
             dtype = str(entry.dtype).removeprefix("torch.")
-            facts += [(key, c.place, dtype, entry.shape, c.offsets, c.sizes) for c in entry.chunks]
+            facts += [(path, c.place, dtype, entry.shape, c.offsets, c.sizes) for c in entry.chunks]
     if digest(facts) != mark.get("digest"):
         raise DamagedCheckpoint("the metadata is not what was written: its checksum is wrong")
 

@@ -182,7 +182,7 @@ def _mark(portrait: Portrait, not_begun: list[str], written: list[Written]) -> d
         "classes": classes_of(portrait),
         "frozen": [portrait.names[index] for index in portrait.roster.unplanned(portrait.plan)],
         "not_begun": not_begun,
-        "digest": digest((e.key, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
+        "digest": digest((e.path, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
     }
 
 
@@ -196,7 +196,7 @@ def classes_of(portrait: Portrait) -> dict[str, list[str]]:
 
 
 def digest(entries: Iterable[tuple[Any, ...]]) -> str:
-    """A fingerprint of all that the metadata says of (key, place, dtype, shape, offsets, sizes)."""
+    """A fingerprint of what the metadata says: (path, place, dtype, shape, offsets, sizes)."""
     lines = sorted(json.dumps(entry) for entry in entries)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -300,6 +300,17 @@ def test_a_tensor_that_is_said_to_be_smaller_than_its_parts_is_refused(tmp_path:
         contents_of(tmp_path)
 
 
+def test_a_key_without_a_path_is_refused_where_the_others_have_one(tmp_path: Path) -> None:
+    """Else an option would be taken for something else's, and left at what it was."""
+    write(tmp_path, {"x": torch.randn(6, 2), "eps": 0.5})
+    file = tmp_path / METADATA
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.planner_data["optim.eps"]
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpoint, match=r"path of optim\.eps"):
+        contents_of(tmp_path)
+
+
 # ------------------------------------------------------------------------------- booby traps
 
 
