@@ -62,10 +62,23 @@ class Maker:
     def _step_on(self, values: torch.Tensor, steps: int = 1) -> dict[str, Any]:
         stand_in = torch.nn.Parameter(values.detach())
         optimizer = self.construct(stand_in)
+        if hasattr(optimizer, "train"):  # schedule-free ones step in that mode only
+            optimizer.train()
         for _ in range(steps):
             stand_in.grad = torch.zeros_like(stand_in)
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                stand_in.grad = torch.ones_like(stand_in).to_sparse()
             step_without_hooks(optimizer)()
         return dict(optimizer.state.get(stand_in, {}))
+
+    @property
+    def _starts(self) -> Mapping[str, Any]:
+        classes = (cls for cls in self.optimizer_class.__mro__ if cls in _STARTS)
+        return _STARTS.get(next(classes, Optimizer), {})
+
+    def is_marked(self, key: str) -> bool:
+        """Whether a state begins with negative zeros."""
+        return key not in self._starts
 
     def start_of(self, key: str) -> float:
         """The value with which a state begins; -0.0 unless the class is known to start elsewhere.
@@ -73,7 +86,7 @@ class Maker:
         >>> Maker(torch.optim.NAdam, ..., lr=0.1).start_of("mu_product")
         1.0
         """
-        known = _STARTS.get(self.optimizer_class, {}).get(key, -0.0)
+        known = self._starts.get(key, -0.0)
         return float(self.lr) if known is _LR else float(known)
 
 
@@ -102,7 +115,7 @@ def begun(state: Mapping[str, Any], maker: Maker) -> Begun:
     marks = [
         leaf
         for key, value in state.items()
-        if _STARTS.get(maker.optimizer_class, {}).get(key) is None
+        if maker.is_marked(key)
         for leaf in tensors_in(value)
         if leaf.is_floating_point()
     ]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from onecopy.archive import TensorEntry
+from onecopy.archive import TensorEntry, ValueEntry
 from onecopy.fragments import Fragment, dotted, leaves
-from onecopy.portrait import Portrait
+from onecopy.portrait import Portrait, is_torchs
 from onecopy.saved import Entry, SavedState, SavedValue, form_of_saved
 from onecopy.saving import classes_of
 
@@ -33,6 +33,29 @@ class Findings:
 def compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> Findings:
     """What does not fit of this rank's share; on rank 0, also what belongs to nobody."""
     found = Findings()
+    _compare_states(portrait, tree, saved, found)
+    _compare_names(portrait, saved, found)
+    for name, difference in of_other_classes(portrait, saved).items():
+        found.mismatched.add(f"{name} ({difference})")
+        found.unfit.add(name)
+    return found
+
+
+def of_other_classes(portrait: Portrait, saved: SavedState) -> dict[str, str]:
+    """The parameters that had another class, and which, as far as the checkpoint tells."""
+    found = {}
+    for cls, names in classes_of(portrait).items():
+        for name in names:
+            theirs = saved.classes.get(name, cls)
+            # Classes of other packages may have been renamed since; their keys must tell.
+            if theirs != cls and is_torchs(theirs) and is_torchs(cls):
+                found[name] = f"{theirs} in the checkpoint, {cls} here"
+    return found
+
+
+def _compare_states(
+    portrait: Portrait, tree: Mapping[str, Any], saved: SavedState, found: Findings
+) -> None:
     params = zip(portrait.names, portrait.roster.params, strict=True)
     dtypes = {name: param.dtype for name, param in params}
     for name in {**tree["state"], **dict.fromkeys(portrait.names_owned())}:
@@ -56,6 +79,9 @@ def compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> F
         found.mismatched |= mismatched
         if missing or unexpected or mismatched:
             found.unfit.add(name)
+
+
+def _compare_names(portrait: Portrait, saved: SavedState, found: Findings) -> None:
     known = set(portrait.names)
     listed = {name for group in saved.groups for name in group["params"]}
     found.unfit |= known - listed
@@ -64,31 +90,54 @@ def compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> F
             found.unexpected |= {_key(name, path) for path in saved.states[name]}
         found.missing |= {f"param_groups: {name}" for name in known - listed}
         found.unexpected |= {f"param_groups: {name}" for name in listed - known}
-        for cls, names in classes_of(portrait).items():
-            for name in names:
-                theirs = saved.classes.get(name, cls)
-                # Classes of other packages may have been renamed since; their keys must tell.
-                if theirs != cls and {theirs[:12], cls[:12]} == {"torch.optim."}:
-                    found.mismatched.add(f"{name} ({theirs} in the checkpoint, {cls} here)")
-    return found
 
 
 def with_saved_forms(
     portrait: Portrait, tree: Mapping[str, Any], saved: SavedState
 ) -> dict[str, Any]:
-    """The tree with opaque states in the form in which they were saved, if they are of the same
-    kind: how far a class has changed the form of its state, only the checkpoint knows."""
+    """The tree with states in the form in which they were saved, if they may have become so: how
+    far a class has changed the form of its state, only the checkpoint knows."""
     state = dict(tree["state"])
     params = zip(portrait.names, portrait.roster.params, strict=True)
     for index, (name, param) in enumerate(params):
         there = saved.states.get(name)
-        if there is None or not portrait.is_opaque(index) or not portrait.local.of(param):
+        if there is None or not portrait.may_change_form(index) or not portrait.local.of(param):
             continue
         expected = _by_path(state.get(name, {}))
-        if _may_have_become(expected, there, param):
-            devices = {path: _device(expected.get(path), param) for path in there}
-            state[name] = form_of_saved(there, devices)
+        outlines = {
+            path: _outline(portrait, index, value.entry, expected.get(path))
+            for path, value in there.items()
+        }
+        fits = all(
+            outlines[path] is not None or isinstance(value.entry, ValueEntry)
+            for path, value in there.items()
+        )
+        lacks_nothing = expected.keys() <= there.keys() or portrait.changes_form(index)
+        if fits and lacks_nothing and _may_have_become(expected, there, param):
+            form = form_of_saved(there, outlines)
+            state[name] = _with_empty_dicts(form, state.get(name, {}))
     return {**tree, "state": state}
+
+
+def _with_empty_dicts(form: dict[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint has no entry for a dict without entries: it is where the class makes one."""
+    missing: dict[str, Any] = {
+        key: {} for key, value in like.items() if value == {} and key not in form
+    }
+    inner = {
+        key: _with_empty_dicts(value, like[key])
+        for key, value in form.items()
+        if isinstance(value, dict) and isinstance(like.get(key), dict)
+    }
+    return {**form, **inner, **missing}
+
+
+def _outline(portrait: Portrait, index: int, entry: Entry, expected: Any) -> Fragment | None:
+    if isinstance(entry, ValueEntry):
+        return None
+    if isinstance(expected, Fragment) and expected.shape == entry.shape:
+        return expected
+    return portrait.outlined(index, entry.shape, entry.dtype)
 
 
 def _may_have_become(
@@ -107,10 +156,6 @@ def _may_have_become(
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return value.shape if isinstance(value, (Fragment, TensorEntry)) else None
-
-
-def _device(expected: Any, param: torch.Tensor) -> torch.device:
-    return expected.parts[0].data.device if isinstance(expected, Fragment) else param.device
 
 
 def _by_path(state: Mapping[str, Any]) -> dict[str, Any]:

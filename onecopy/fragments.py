@@ -8,7 +8,7 @@ checkpoint functions use them, with fragments in place of tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,13 +43,6 @@ class Fragment:
         part = Part(0, tensor.numel(), flat_range(tensor, 0, tensor.numel()))
         order = storage_order(tensor.shape, tensor.stride())
         return cls(tuple(tensor.shape), order, (part,), is_mine_to_write)
-
-    @classmethod
-    def outlined(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fragment:
-        """All of a tensor, in the memory of one element: to say what is to be read."""
-        numel = torch.Size(shape).numel()
-        part = Part(0, numel, torch.zeros((), dtype=dtype, device=device).expand(numel))
-        return cls(tuple(shape), tuple(range(len(shape))), (part,))
 
     @property
     def dtype(self) -> torch.dtype:

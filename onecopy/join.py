@@ -167,7 +167,7 @@ def _follow_options(group: MutableMapping[str, Any], values: dict[str, Any]) -> 
             encode(group.get(key), mine)
         if len(mine) == len(numbers):  # the user may hold on to the tensors, as to a tensor lr
             for tensor, new in zip(mine, numbers, strict=True):
-                tensor.copy_(torch.tensor(new))
+                tensor.copy_(torch.tensor(new, device="cpu"))
         else:
-            mine = [torch.tensor(new) for new in numbers]
+            mine = [torch.tensor(new, device="cpu") for new in numbers]
         group[key] = decode(encoded, mine)

@@ -24,7 +24,7 @@ from onecopy.archive import (
     parse_metadata,
     read_metadata,
 )
-from onecopy.comparing import Findings, compare, with_saved_forms
+from onecopy.comparing import Findings, compare, of_other_classes, with_saved_forms
 from onecopy.exchange import Exchange
 from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
@@ -86,16 +86,28 @@ def load(
             portrait = Portrait(
                 shards.local, shards.roster, shards.plan, groups, mine, transport.rank
             )
-            options = portrait.options_from(saved.groups, strict)
+            others = of_other_classes(portrait, saved)
+            options = portrait.options_from(saved.groups, strict, others)
             params = zip(mine, shards.roster.params, strict=True)
             with_state = {param for name, param in params if name in saved.states}
             with_state -= _made_anew(shards, portrait, saved, reader)
+            before, live = shards.plan, set(shards.local.state)
             shards.make_room_for(groups, with_state, policies_for(options))
             # From here on for the plan and with the options that are to be.
             changed = [{**ours, **theirs} for ours, theirs in zip(groups, options, strict=True)]
             portrait = replace(portrait, roster=shards.roster, plan=shards.plan, groups=changed)
             tree = with_saved_forms(portrait, portrait.tree(live=False), saved)
             found = compare(portrait, tree, saved)
+            if (
+                live
+                and found.unfit
+                and shards.plan.buckets[: len(before.buckets)] != before.buckets
+            ):
+                raise ValueError(
+                    "the options in the checkpoint cut tensors elsewhere, so that the state of "
+                    f"{', '.join(sorted(found.unfit)[:5])}, which does not fit, could not be kept: "
+                    "build the optimizer with these options (fused) before loading"
+                )
             if not (strict and found.any):
                 pieces = _read(portrait, tree, saved, found, reader, exchange)
                 take = _Take(portrait, options, saved, pieces, _kept(portrait, found))

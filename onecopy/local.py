@@ -275,11 +275,6 @@ class LocalOptimizer:
         for tensor, value in state.items():
             homes[tensor][tensor] = value
 
-    @property
-    def given_defaults(self) -> Mapping[str, Any]:
-        """The keywords of the constructor, as they were given."""
-        return self._defaults
-
     def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The user's options, as a scheduler may have changed them, to the inner optimizers."""
         for inner_group, group in zip(self.param_groups, groups, strict=True):
@@ -374,8 +369,9 @@ class OwnedState(MutableMapping[torch.Tensor, Any]):
             if tensor in inner.optimizer.state:
                 return inner.optimizer.state
         raise KeyError(
-            "this rank holds no state under that tensor. The keys are the tensors in "
-            'optimizer.optim.param_groups[i]["params"]: a parameter may be cut over the ranks'
+            "this rank holds no state under that tensor: no step has made any yet, or it is not "
+            'one of its tensors, which are in optimizer.optim.param_groups[i]["params"], since a '
+            "parameter may be cut over the ranks"
         )
 
     def __iter__(self) -> Iterator[torch.Tensor]:

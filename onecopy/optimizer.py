@@ -232,6 +232,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         present = self._roster.policies
         if self._policies.have_flipped(present, self.param_groups):
             policies = self._policies_with(self.param_groups)
+            self._roster.require_same_classes(policies)
             if self.world_size > 1:
                 self._roster.require_plan_fits(policies)
             self._policies.remember_flags(present, self.param_groups)
@@ -360,7 +361,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         plan = self._plan
         policies = self._policies_with(loadable.groups)
         made = self._shards.made_anew(self.param_groups, loadable.states)
-        with self._shards.all_or_nothing():
+        with torch.inference_mode(False), self._shards.all_or_nothing():
             self._shards.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
             load(self._local, loadable)
         self._finish_loading(loadable, plan)
@@ -386,7 +387,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def sharded(
         self, module: torch.nn.Module | None = None, *, flatten_optimizer_state_dict: bool = False
     ) -> ShardedState:
-        """This rank's share of the state, for ``torch.distributed.checkpoint``::
+        """This rank's share of the state, for ``torch.distributed.checkpoint``, on all ranks::
 
             dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
             dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
@@ -400,7 +401,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
         """
         return ShardedState(
-            lambda: self._portrait(module), self._adopt_sharded, flatten_optimizer_state_dict
+            lambda: self._shown(module),
+            lambda: self._portrait(module),
+            self._adopt_sharded,
+            flatten_optimizer_state_dict,
         )
 
     def save(
@@ -417,6 +421,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
         of :meth:`sharded`.
         """
+        self._follow_changes()
         save(
             self._transport,
             lambda: self._portrait(module),
@@ -455,15 +460,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._transport.note(f"loading {path}")
         agree(self._transport, "loading a checkpoint", prepare)
         plan = self._plan
-        with self._shards.all_or_nothing():
+        # State that is made in inference mode could never be stepped.
+        with torch.inference_mode(False), self._shards.all_or_nothing():
             loadable, report = load_checkpoint(
-                *(self._transport, self._shards, self.param_groups, names, Path(path)),
+                self._transport,
+                self._shards,
+                self.param_groups,
+                names,
+                Path(path),
                 policies_for=self._policies_with,
                 strict=strict,
                 key=key,
             )
         self._finish_loading(loadable, plan)
         return report
+
+    def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
+        """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
+        self._follow_changes()
+        tree: dict[str, Any] = {}
+
+        def prepare() -> list[str]:
+            tree.update(self._portrait(module).tree())
+            return []
+
+        self._transport.note("showing the state for a checkpoint")
+        agree(self._transport, "showing the state for a checkpoint", prepare)
+        return tree
 
     def _portrait(self, module: torch.nn.Module | None) -> Portrait:
         names = names_of(self._roster, self.param_groups, module)

@@ -85,7 +85,7 @@ class Form(NamedTuple):
         return torch.Size(self.shape).numel()
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.torch_dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.torch_dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def send_tensors(transport: Transport, flats: Sequence[torch.Tensor], to: int) -
                 staged_is_busy.wait()
             size = sum(r.nbytes for r in ranges)
             if staged.numel() < size:
-                staged = torch.empty(0)  # let go of the smaller one first
+                staged = torch.empty(0, device="cpu")  # let go of the smaller one first
                 staged = torch.empty(size, dtype=torch.uint8, device=wire)
             _pack(ranges, flats, staged[:size])
             staged_is_busy = transport.send(staged[:size], to, tag)

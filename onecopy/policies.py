@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from onecopy.intake import NOT_OPTIONS, GroupPolicy, constructor_options, flags_of, policy_of
 
 Groups = Sequence[Mapping[str, Any]]
+_FIXED = ("optimizer_class", "partition")  # decided when the group comes in
 
 
 @dataclass(slots=True)
@@ -58,4 +59,7 @@ class Policies:
 
 def _flags(present: Sequence[GroupPolicy], groups: Groups) -> list[dict[str, Any]]:
     pairs = zip(present, groups, strict=True)
-    return [flags_of(policy.optimizer_class, group) for policy, group in pairs]
+    return [
+        {**flags_of(policy.optimizer_class, group), **{key: group.get(key) for key in _FIXED}}
+        for policy, group in pairs
+    ]

@@ -43,6 +43,7 @@ class Portrait:
     rank: int
     # What toys showed, by group and dtype: most parameters are alike.
     _toys: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False)
+    _changes: dict[Any, bool] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------ showing
 
@@ -78,16 +79,15 @@ class Portrait:
         return sorted(self.plan.params)
 
     def _state_of(self, index: int, pieces: Sequence[OwnedPiece], live: bool) -> dict[str, Any]:
-        states = [self.local.state.get(owned.tensor) if live else None for owned in pieces]
+        # An empty state is none: a class may have looked for one.
+        states = [self.local.state.get(owned.tensor) or None if live else None for owned in pieces]
+        if any(state is None for state in states):
+            return self._start(index, pieces)
         if pieces[0].is_whole:
             (state,) = states
-            if state is None:
-                return self._whole_start(index, pieces[0].param)
             self._require_plain(state, f"the state of {self.names[index]}")
-            shown: dict[str, Any] = replaced(dict(state), torch.Tensor, Fragment.of_whole)
+            shown: dict[str, Any] = replaced(dict(state or {}), torch.Tensor, Fragment.of_whole)
             return shown
-        if any(state is None for state in states):
-            return self._cut_start(index, pieces)
         self._require_plain(states[0], f"the state of {self.names[index]}")
         require_cut_state(states[0] or {}, self.names[index])
         return {
@@ -120,6 +120,13 @@ class Portrait:
             group.get("lr", 0.0),
         )
 
+    def _start(self, index: int, pieces: Sequence[OwnedPiece]) -> dict[str, Any]:
+        """The state with which the class begins."""
+        kind = self.roster.policies[self.roster.entries[index].group].kind
+        if kind is Kind.ELEMENTWISE and is_dense(pieces[0].param):
+            return self._elementwise_start(index, pieces)
+        return self._whole_start(index, pieces[0].param)
+
     def _whole_start(self, index: int, param: torch.Tensor) -> dict[str, Any]:
         maker = self.maker(index)
 
@@ -136,7 +143,7 @@ class Portrait:
             for key, value in maker.state_for(param).items()
         }
 
-    def _cut_start(self, index: int, pieces: Sequence[OwnedPiece]) -> dict[str, Any]:
+    def _elementwise_start(self, index: int, pieces: Sequence[OwnedPiece]) -> dict[str, Any]:
         maker, param = self.maker(index), pieces[0].param
         found: dict[str, Any] = {}
         look = (self.roster.entries[index].group, param.dtype, param.device)
@@ -224,7 +231,7 @@ class Portrait:
             self.names[index]
             for index in self._indices()
             if any(
-                owned.tensor not in self.local.state
+                not self.local.state.get(owned.tensor)
                 for owned in self.local.of(self.roster.params[index])
             )
         ]
@@ -234,7 +241,7 @@ class Portrait:
 
         A piece may hold negative zeros by chance: the least of what all ranks say counts.
         """
-        said = torch.full((len(self.names),), Begun.NO, dtype=torch.int64)
+        said = torch.full((len(self.names),), Begun.NO, dtype=torch.int64, device="cpu")
         for index in self._indices():
             maker = self.maker(index)
             for owned in self.local.of(self.roster.params[index]):
@@ -283,14 +290,20 @@ class Portrait:
         }
 
     def options_from(
-        self, saved: Sequence[Mapping[str, Any]], strict: bool = True
+        self,
+        saved: Sequence[Mapping[str, Any]],
+        strict: bool = True,
+        of_other_classes: Container[str] = (),
     ) -> list[dict[str, Any]]:
         """The options of each of our groups, from saved groups that list the same names."""
         of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
         found = []
         for number, group in enumerate(self.groups):
             ours = options_of(group)
-            known = {of_name[name] for name in self.names_in(number) if name in of_name}
+            names = [name for name in self.names_in(number) if name not in of_other_classes]
+            known = {of_name[name] for name in names if name in of_name}
+            if self._is_empty_in(saved, number):
+                known = {number}
             candidates = [rebuilt(ours, {**ours, **options_of(saved[n])}) for n in sorted(known)]
             if len({_written(options) for options in candidates}) > 1:
                 if strict:
@@ -304,28 +317,49 @@ class Portrait:
             found.append(candidates[0] if candidates else ours)
         return found
 
-    def is_opaque(self, index: int) -> bool:
-        """Whether the state of a parameter may be of any form, which may change as it trains: that
-        of somebody's class that needs whole tensors."""
+    def _is_empty_in(self, saved: Sequence[Mapping[str, Any]], number: int) -> bool:
+        """Whether a group has no parameters by which to know it, here and there."""
+        alike = len(saved) == len(self.groups) and not saved[number]["params"]
+        return alike and not self.names_in(number)
+
+    def may_change_form(self, index: int) -> bool:
+        """Whether the state of a parameter may come to have another form as it trains: that of a
+        class that is not torch's."""
         policy = self.roster.policies[self.roster.entries[index].group]
-        by_torch = policy.optimizer_class.__module__.startswith("torch.optim.")
-        return policy.kind is Kind.WHOLE and not by_torch
+        return not is_torchs(class_name(policy.optimizer_class))
+
+    def outlined(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Fragment | None:
+        """What this rank would have of a tensor of the state of a parameter, if it can have one
+        of that shape."""
+        param = self.roster.params[index]
+        pieces = self.local.of(param)
+        outline = torch.zeros((), dtype=dtype, device=param.device)
+        if tuple(shape) == tuple(param.shape) and is_dense(param):
+            return self._cut_fragment(pieces, [outline.expand(o.piece.numel) for o in pieces])
+        if pieces[0].is_whole or not shape:
+            part = Part(0, torch.Size(shape).numel(), outline.expand(torch.Size(shape).numel()))
+            return Fragment(tuple(shape), tuple(range(len(shape))), (part,))
+        return None
+
+    def changes_form(self, index: int) -> bool:
+        """Whether it is seen to do so, on a small parameter."""
+        entry = self.roster.entries[index]
+        look = (entry.group, entry.param.dtype, entry.param.dim())
+        if look not in self._changes:
+            changes = self.may_change_form(index) and self.maker(index).changes_form(entry.param)
+            self._changes[look] = changes
+        return self._changes[look]
 
     def require_steady_forms(self) -> None:
         """Raise if a class makes more state than what its first step makes: whoever reads no more
         than that would leave the rest behind."""
-        tried = set()
-        for index in filter(self.is_opaque, self._indices()):
-            entry = self.roster.entries[index]
-            look = (entry.group, entry.param.dtype, entry.param.dim())
-            if look not in tried and self.maker(index).changes_form(entry.param):
-                cls = self.roster.policies[entry.group].optimizer_class.__name__
-                raise ValueError(
-                    f"{cls} changes the form of its state as it trains, and dcp.load reads only "
-                    "the form that it is given: use optimizer.load(path, module), which takes the "
-                    "form from the checkpoint"
-                )
-            tried.add(look)
+        for index in filter(self.changes_form, self._indices()):
+            policy = self.roster.policies[self.roster.entries[index].group]
+            raise ValueError(
+                f"{policy.optimizer_class.__name__} changes the form of its state as it trains, "
+                "and dcp.load reads only the form that it is given: use optimizer.load(path, "
+                "module), which takes the form from the checkpoint"
+            )
 
     def names_owned(self) -> list[str]:
         """The parameters of which this rank has pieces."""
@@ -346,6 +380,15 @@ class Portrait:
         if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
             state = rebuilt(self.maker(index).state_for(owned.param), state)
         return dict(state)
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_torchs(name: str) -> bool:
+    """Whether a class is one of torch.optim, which do not change the form of their state."""
+    return name.startswith("torch.optim.")
 
 
 def _written(options: Mapping[str, Any]) -> str:

@@ -83,6 +83,16 @@ class Roster:
         changed = any(map(_needs_other_cuts, self.policies, policies))
         return replace(self, policies=tuple(policies)) if changed else self
 
+    def require_same_classes(self, policies: Sequence[GroupPolicy]) -> None:
+        """Raise if a group was given another optimizer class by hand."""
+        for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
+            if before.optimizer_class is not after.optimizer_class:
+                raise GroupsChanged(
+                    f"group {number} was built with {before.optimizer_class.__name__} and now says "
+                    f"{after.optimizer_class.__name__}: changing optimizer_class by hand has no "
+                    "effect here. Build another optimizer"
+                )
+
     def require_plan_fits(self, policies: Sequence[GroupPolicy]) -> None:
         """Raise if options were changed that decide where tensors may be cut."""
         for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):

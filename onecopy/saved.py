@@ -138,6 +138,10 @@ def _prefix(contents: Contents, key: str | None) -> tuple[str | int, ...]:
         for depth, step in enumerate(path)
         if _section([step]).title == "param_groups"
     }
+    # A module or parameter may be called param_groups, too.
+    found = {p for p in found if not any(p != q and p[: len(q)] == q for q in found)}
+    if len(found) > 1:
+        found = {p for p in found if _has_state(contents, p)} or found
     shown = {".".join(map(str, prefix)): prefix for prefix in found}
     listed = ", ".join(sorted(map(repr, shown))) or "no key"
     if key is not None:
@@ -154,6 +158,14 @@ def _prefix(contents: Contents, key: str | None) -> tuple[str | int, ...]:
             "one, load(path, key=...)"
         )
     return next(iter(found))
+
+
+def _has_state(contents: Contents, prefix: tuple[str | int, ...]) -> bool:
+    return any(
+        path[: len(prefix)] == prefix and _section(path[len(prefix) :]).title == "state"
+        for path in contents.paths.values()
+        if len(path) > len(prefix)
+    )
 
 
 def _groups(
@@ -185,17 +197,13 @@ def _groups(
 
 
 def form_of_saved(
-    state: Mapping[str, SavedValue], devices: Mapping[str, torch.device]
+    state: Mapping[str, SavedValue], outlines: Mapping[str, Fragment | None]
 ) -> dict[str, Any]:
-    """A parameter's state as it was saved, whatever its form: fragments, and None for values."""
+    """A parameter's state as it was saved, whatever its form: the outlines of its tensors, and
+    None for values."""
     form: dict[Any, Any] = {}
-    for path, (_, entry, within) in state.items():
-        leaf = (
-            Fragment.outlined(entry.shape, entry.dtype, devices[path])
-            if isinstance(entry, TensorEntry)
-            else None
-        )
-        _put(form, within, leaf)
+    for path, value in state.items():
+        _put(form, value.within, outlines[path])
     return {str(key): _with_lists(value) for key, value in form.items()}
 
 
@@ -217,7 +225,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def read_whole(entry: TensorEntry, reader: Reader, key: str) -> torch.Tensor:
-    fragment = Fragment.of_whole(torch.empty(entry.shape, dtype=entry.dtype))
+    fragment = Fragment.of_whole(torch.empty(entry.shape, dtype=entry.dtype, device="cpu"))
     for box, view in fragment.boxes():
         reader.fill(box, view, entry, key)
     return fragment.whole()

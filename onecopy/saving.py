@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from onecopy.agreement import agree
-from onecopy.archive import Place, parse_metadata, read_metadata
+from onecopy.archive import Place, TensorEntry, parse_metadata, read_metadata
 from onecopy.fragments import Fragment, Path_, leaves
 from onecopy.naming import BY_INDEX
-from onecopy.portrait import Portrait
+from onecopy.portrait import Portrait, class_name
 from onecopy.progress import Progress
 from onecopy.stateful import flattened
 from onecopy.transport import Transport
@@ -191,7 +191,7 @@ def classes_of(portrait: Portrait) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, entry in zip(portrait.names, portrait.roster.entries, strict=True):
         cls = portrait.roster.policies[entry.group].optimizer_class
-        found.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(name)
+        found.setdefault(class_name(cls), []).append(name)
     return found
 
 
@@ -227,8 +227,10 @@ def _require_replaceable(directory: Path, names: Sequence[str]) -> None:
                 f"({other[0]}, ...), which would be lost: save to another directory, or save all "
                 "of it with dcp.save and optimizer.sharded()"
             )
-        known = [k for k in keys if k.startswith(f"{PREFIX}.state.")]
-        if known and not any(k.startswith(f"{PREFIX}.state.{n}.") for k in known for n in names):
+        known = [key for key in keys if key.startswith(f"{PREFIX}.state.")]
+        ours = tuple(f"{PREFIX}.state.{name}." for name in (*names, BY_INDEX.rstrip(".")))
+        named = not any(name.startswith(BY_INDEX) for name in names)
+        if known and named and not any(key.startswith(ours) for key in known):
             raise ValueError(
                 f"{directory} holds the state of another optimizer ({known[0]}, ...), which would "
                 "be lost: save to another directory, or save both with dcp.save and "
@@ -256,8 +258,8 @@ def _files_of(directory: Path) -> set[str]:
     found = {path.name for path in directory.iterdir() if _OUR_FILES.fullmatch(path.name)}
     with contextlib.suppress(FileNotFoundError):
         for entry in parse_metadata(read_metadata(directory)).entries.values():
-            places = [c.place for c in entry.chunks] if hasattr(entry, "chunks") else [entry.place]
-            found |= {place.file for place in places}
+            parts = entry.chunks if isinstance(entry, TensorEntry) else (entry,)
+            found |= {part.place.file for part in parts}
     return found
 
 

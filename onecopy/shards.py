@@ -7,6 +7,7 @@ change happens inside ``all_or_nothing``, and then ``settle`` prepares memory an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -123,7 +124,8 @@ class Shards:
 
     def unfrozen(self) -> list[int]:
         """The parameters that the plan left out and that have become trainable."""
-        if not any(map(_requires_grad, self._left_out)):
+        left = self._left_out
+        if not any(map(_requires_grad, left)) and all(map(operator.is_, map(_grad, left), _NONE)):
             return []
         return self.roster.to_plan(self.plan)
 
@@ -157,7 +159,8 @@ class Shards:
         return new
 
 
-_requires_grad = operator.attrgetter("requires_grad")
+_requires_grad, _grad = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_NONE = itertools.repeat(None)
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -186,7 +186,8 @@ def consolidate(
         if rank == to:
             theirs = manifest
         else:
-            room = torch.empty(int.from_bytes(length, "little"), dtype=torch.uint8)
+            count = int.from_bytes(length, "little")
+            room = torch.empty(count, dtype=torch.uint8, device="cpu")
             receive_tensors(transport, {rank: [room]})
             theirs = Manifest.from_bytes(bytes_from_tensor(room))
         incoming[rank] = whole.expect(rank, theirs)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.blueprint import tensors_in
 from onecopy.fragments import Fragment, replaced
 from onecopy.portrait import Portrait
 
@@ -130,7 +131,7 @@ class BoxTensor(torch.Tensor):
 
 def _outside(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of any shape, in the memory of one element."""
-    return torch.empty((), dtype=dtype).expand(tuple(shape))
+    return torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape))
 
 
 def _empty(tensor: BoxTensor, *shape: Any) -> BoxTensor:
@@ -163,23 +164,26 @@ class ShardedState:
 
     def __init__(
         self,
+        show: Callable[[], dict[str, Any]],
         portrait: Callable[[], Portrait],
         adopt: Callable[[Portrait, Any, Any, Sequence[str]], None],
         flatten: bool,
     ) -> None:
+        self._show = show
         self._portrait = portrait
         self._adopt = adopt
         self._flatten = flatten
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, and a form to load into; DCP asks for it in both cases."""
-        tree = replaced(self._portrait().tree(), Fragment, BoxTensor.of)
+        tree = replaced(self._show(), Fragment, BoxTensor.of)
         return flattened(tree) if self._flatten else tree
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what DCP has read. If it is refused, nothing has changed."""
         portrait = self._portrait()
         tree = unflattened(state_dict, portrait) if self._flatten else state_dict
+        _require_parts(tree["state"])
         incomplete = sorted(
             name for name, state in tree["state"].items() if not _is_complete(state)
         )
@@ -188,10 +192,22 @@ class ShardedState:
         self._adopt(portrait, state, groups, incomplete)
 
 
-def _is_complete(tree: Any) -> bool:
-    complete = []
-    replaced(tree, BoxTensor, lambda tensor: complete.append(tensor.is_complete))
-    return all(complete)
+def _require_parts(states: Mapping[str, Any]) -> None:
+    """Refuse tensors that were not asked for as parts, and may be whole."""
+    for name, state in states.items():
+        for tensor in tensors_in(state):
+            if not isinstance(tensor, BoxTensor):
+                raise ValueError(
+                    f"the state of {name} holds plain tensors: this is for what dcp.load has read "
+                    "into sharded(). For a full state dict use optimizer.load_state_dict"
+                )
+
+
+def _is_complete(state: Any) -> bool:
+    """Whether all of it was read, or nothing of it was asked for."""
+    parts = [tensor for tensor in tensors_in(state) if isinstance(tensor, BoxTensor)]
+    asked = {tensor.incoming is not None for tensor in parts}
+    return len(asked) < 2 and all(tensor.is_complete for tensor in parts)
 
 
 def _value(tensor: BoxTensor) -> torch.Tensor:

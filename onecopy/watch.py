@@ -24,15 +24,24 @@ class MemoryWatch:
     def __init__(self) -> None:
         self._params: list[torch.Tensor] = []
         self._addresses: list[int] = []
+        self._shapes: list[torch.Size] = []
+        self._strides: list[tuple[int, ...]] = []
         self._forms: list[tuple[Entry, str]] = []
 
     def remember(self, entries: Sequence[Entry]) -> None:
         self._params = [entry.param for entry in entries]
         self._addresses = [param.data_ptr() for param in self._params]
+        self._shapes = [param.shape for param in self._params]
+        self._strides = [param.stride() for param in self._params]
         self._forms = [(entry, _form(entry.param)) for entry in entries]
 
     def has_moved(self) -> bool:
-        return [param.data_ptr() for param in self._params] != self._addresses
+        """Whether a parameter has other memory, or sees the same memory in another way."""
+        return (
+            [param.data_ptr() for param in self._params] != self._addresses
+            or [param.shape for param in self._params] != self._shapes
+            or [param.stride() for param in self._params] != self._strides
+        )
 
     def require_same_form(self) -> None:
         """Raise if anything but the address of a parameter has changed."""
@@ -111,4 +120,6 @@ def _all_modules() -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor | N
     """All modules that are alive, with the parameters of each itself."""
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
-            yield obj, obj.__dict__.get("_parameters", {})
+            parameters = obj.__dict__.get("_parameters")
+            if isinstance(parameters, dict):  # that of a TorchScript module is in C++
+                yield obj, parameters

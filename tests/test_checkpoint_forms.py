@@ -49,8 +49,10 @@ class Changing(torch.optim.Optimizer):
             state["mean"] = torch.zeros_like(grad)
             state["before"] = None
             state["history"] = ()
+            state["nothing"] = {}
             state["norms"] = grad.new_zeros(0)
         state["count"] += 1
+        assert state["nothing"] == {}
         state["mean"].lerp_(grad, 0.5)
         state["norms"] = torch.cat([state["norms"], grad.norm()[None]])
         if state["before"] is not None:

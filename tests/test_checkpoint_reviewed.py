@@ -223,3 +223,269 @@ def test_a_checkpoint_written_with_an_extension_of_dcp_is_refused_with_the_reaso
     dcp.save({"optim": opt.sharded()}, storage_writer=writer)
     with pytest.raises(ValueError, match=r"was written with stream\.same/1.*dcp\.load"):
         opt.load(tmp_path)
+
+
+# ------------------------------------------------------------------ a second review
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Looks for its state before there is any, and steps in its train mode only."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "train_mode": False})
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+            for param in group["params"]:
+                assert "z" not in self.state[param] or self.state[param]["z"] is not None
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("not in train mode")
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                z.sub_(param.grad, alpha=group["lr"])
+                param.lerp_(z, 0.5)
+
+
+def schedule_free(steps: int) -> Any:
+    opt = made(ScheduleFree)
+    opt.train()
+    for step in range(steps):
+        grow(opt, step)
+        opt.step()
+    return opt
+
+
+def grow(opt: ZeroRedundancyOptimizer, step: int) -> None:
+    for number, param in enumerate(opt.param_groups[0]["params"]):
+        source = torch.Generator().manual_seed(100 * step + number)
+        param.grad = torch.randn(param.shape, generator=source)
+
+
+def load_by(way: str, opt: ZeroRedundancyOptimizer, path: Path) -> None:
+    if way == "own":
+        opt.load(path)
+    else:
+        dcp.load({"optim": opt.sharded()}, checkpoint_id=path)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("way", ["own", "dcp"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_schedule_free_classes_in_either_mode(
+    world: World, tmp_path: Path, way: str, steps: int
+) -> None:
+    saver, loader = schedule_free(steps), schedule_free(0)
+    saver.eval()
+    if way == "own":
+        saver.save(tmp_path)
+    else:
+        dcp.save({"optim": saver.sharded()}, checkpoint_id=tmp_path)
+    load_by(way, loader, tmp_path)
+    for mine, theirs in zip(tensors_of(loader), tensors_of(saver), strict=True):
+        assert torch.equal(mine, theirs)
+    assert bool(tensors_of(loader)) == bool(steps)
+    assert loader.param_groups[0]["train_mode"] is False
+
+
+class Late(torch.optim.Optimizer):
+    """Elementwise, with a state that comes in the third step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] >= 3:
+                    state.setdefault("slow", torch.zeros_like(param)).lerp_(param.grad, 0.5)
+                    param.sub_(state["slow"], alpha=group["lr"])
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+@distributed(1, 2, 3)
+def test_state_that_an_elementwise_class_makes_late(world: World, tmp_path: Path) -> None:
+    saver, loader = made(Late, steps=4), made(Late)
+    saver.save(tmp_path)
+    loader.load(tmp_path)
+    saver.load(tmp_path)
+    for mine, theirs in zip(tensors_of(loader), tensors_of(saver), strict=True):
+        assert mine == theirs if isinstance(mine, int) else torch.equal(mine, theirs)
+    assert any("slow" in state for state in loader.state.values())
+    with pytest.raises(ValueError, match=r"Late changes the form.*optimizer\.load"):
+        dcp.load({"optim": made(Late).sharded()}, checkpoint_id=tmp_path)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("way", ["own", "dcp"])
+def test_a_parameter_that_was_unfrozen_since_the_last_step(
+    world: World, tmp_path: Path, way: str
+) -> None:
+    opt = made(AdamW)
+    params = opt.param_groups[0]["params"]
+    params[0].requires_grad_(False)
+    frozen = ZeroRedundancyOptimizer(
+        zip(opt.param_groups[0]["param_names"], params, strict=True), AdamW, lr=0.1
+    )
+    grow(frozen, 0)
+    params[0].grad = None
+    frozen.step()
+    params[0].requires_grad_(True)
+    if way == "own":
+        frozen.save(tmp_path)
+    else:
+        dcp.save({"optim": frozen.sharded()}, checkpoint_id=tmp_path)
+    plain = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert f"optim.state.{opt.param_groups[0]['param_names'][0]}.exp_avg" in plain
+    dcp.load({"optim": opt.sharded()}, checkpoint_id=tmp_path)
+
+
+@distributed(1, 2)
+def test_not_strict_keeps_the_state_and_options_of_another_class(
+    world: World, tmp_path: Path
+) -> None:
+    made(SGD, steps=2, momentum=0.5, lr=10.0).save(tmp_path / "sgd")
+    made(AdamW, steps=2, lr=10.0).save(tmp_path / "adamw")
+    for name, cls in (("sgd", AdamW), ("adamw", torch.optim.Adam)):
+        opt = made(cls, steps=1)
+        before, options = tensors_of(opt), dict(opt.param_groups[0])
+        report = opt.load(tmp_path / name, strict=False)
+        assert len(report.mismatched) >= 6
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(opt), before, strict=True))
+        assert opt.param_groups[0] == options
+
+
+@distributed(2)
+def test_state_that_another_plan_could_not_keep_is_not_lost(world: World, tmp_path: Path) -> None:
+    made(AdamW, steps=1, fused=True, model=nn.Sequential(nn.Linear(3, 4))).save(tmp_path)
+    opt = made(AdamW, steps=1, model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
+    before = tensors_of(opt)
+    with pytest.raises(ValueError, match=r"state of 1\.bias, 1\.weight.*could not be kept"):
+        opt.load(tmp_path, strict=False)
+    assert all(a is b for a, b in zip(tensors_of(opt), before, strict=True))
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("way", ["own", "dcp"])
+def test_sparse_adam(world: World, tmp_path: Path, way: str) -> None:
+    torch.manual_seed(0)
+    opts = []
+    for _ in range(2):
+        model = nn.Embedding(9, 4, sparse=True)
+        opt = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.SparseAdam, lr=0.1)
+        opts.append((model, opt))
+    (model, saver), (_, loader) = opts
+    model(torch.tensor([1, 2, 1])).sum().backward()
+    saver.step()
+    saver.save(tmp_path)
+    load_by(way, loader, tmp_path)
+    for mine, theirs in zip(tensors_of(loader), tensors_of(saver), strict=True):
+        assert mine == theirs if isinstance(mine, int) else torch.equal(mine, theirs)
+
+
+@distributed(2)
+def test_state_that_cannot_be_shown_on_one_rank_is_told_on_all(
+    world: World, tmp_path: Path
+) -> None:
+    opt = made(SGD, steps=1, momentum=0.9)
+    if world.rank == 1:
+        next(iter(opt.state.values()))["odd"] = object()
+    with pytest.raises((TypeError, RuntimeError), match="which a checkpoint cannot carry"):
+        dcp.save({"optim": opt.sharded()}, checkpoint_id=tmp_path)
+
+
+@distributed(1, 2)
+def test_plain_tensors_are_not_taken_for_parts(world: World) -> None:
+    opt = made(AdamW, steps=1)
+    before = tensors_of(opt)
+    full = {name: {"step": torch.ones(())} for name in opt.param_groups[0]["param_names"]}
+    with pytest.raises(ValueError, match=r"plain tensors.*load_state_dict"):
+        opt.sharded().load_state_dict({"state": full, "param_groups": []})
+    assert all(a is b for a, b in zip(tensors_of(opt), before, strict=True))
+
+
+@distributed(1, 2)
+def test_a_load_of_some_keys_of_a_parameter_is_refused(world: World, tmp_path: Path) -> None:
+    planner = dcp.default_planner.DefaultLoadPlanner(allow_partial_load=True)
+    tree = made(AdamW, steps=1).sharded().state_dict()
+    for state in tree["state"].values():
+        del state["exp_avg_sq"]
+    dcp.save({"optim": tree}, checkpoint_id=tmp_path)
+    opt = made(AdamW)
+    with pytest.raises(ValueError, match="does not cover the state"):
+        dcp.load({"optim": opt.sharded()}, checkpoint_id=tmp_path, planner=planner)
+
+
+@distributed(1, 2)
+def test_a_subclass_begins_as_its_parent_does(world: World, tmp_path: Path) -> None:
+    class Mine(torch.optim.NAdam):
+        pass
+
+    made(Mine).save(tmp_path)
+    keys = [k for k in _read_all(tmp_path) if k.endswith("mu_product")]
+    assert keys
+    assert all(_read_all(tmp_path)[key] == 1.0 for key in keys)
+
+
+def _read_all(path: Path) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for key, entry in metadata.items():
+        if hasattr(entry, "size"):
+            read[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.load(read, checkpoint_id=path)
+    return read
+
+
+@distributed(1, 2)
+def test_options_of_a_group_without_parameters_are_loaded(world: World, tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    groups = [{"params": list(model.parameters())}, {"params": [], "lr": 0.7}]
+    opt = ZeroRedundancyOptimizer(groups, AdamW, lr=0.1)
+    opt.save(tmp_path, model)
+    opt.param_groups[1]["lr"] = 0.3
+    opt.load(tmp_path, model)
+    assert [group["lr"] for group in opt.param_groups] == [0.1, 0.7]
+
+
+@distributed(1, 2)
+def test_a_module_may_be_called_param_groups(world: World, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"param_groups": nn.Linear(3, 2), "state": nn.Linear(2, 2)})
+    opt = made(AdamW, steps=1, model=model)
+    what = {"model": {"inner": dict(model["param_groups"].state_dict())}, "optim": opt.sharded()}
+    what["model"]["param_groups"] = {"0": {"weight": torch.ones(2)}}
+    dcp.save(what, checkpoint_id=tmp_path)
+    opt.load(tmp_path)
+
+
+@distributed(1, 2)
+def test_loading_in_inference_mode_makes_state_that_can_be_stepped(
+    world: World, tmp_path: Path
+) -> None:
+    opt = made(AdamW, steps=1)
+    opt.save(tmp_path)
+    with torch.inference_mode():
+        opt.load(tmp_path)
+    grow(opt, 1)
+    opt.step()
+
+
+@distributed(1, 2)
+def test_named_and_by_position_over_each_other(world: World, tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1)
+    opt.save(tmp_path, model)
+    opt.save(tmp_path)
+    opt.save(tmp_path, model)
+    opt.load(tmp_path, model)

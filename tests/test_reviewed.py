@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -327,3 +328,75 @@ def test_an_empty_state_that_is_assigned_starts_anew_as_in_torch(world: World, c
             assert len(b.state) == 0
     if cls is Adam:
         assert {float(state["step"]) for state in b.state.values()} in ({2.0}, set())
+
+
+# ------------------------------------------------------------------ a second review
+
+
+@distributed(1, 2)
+def test_torchscript_modules_train(world: World) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(nn.Linear(3, 2))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    before = model.weight.clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.1)
+
+
+@distributed(1, 2)
+def test_a_frozen_parameter_with_a_gradient_set_by_hand_is_updated(world: World) -> None:
+    plain, ours = (params_of((4,), (3, 2)) for _ in range(2))
+    for params in (plain, ours):
+        params[0].requires_grad_(False)
+    reference = SGD(plain, lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(ours, SGD, lr=0.1)
+    for step in range(3):
+        set_gradients(step, plain, ours)
+        if step > 0:
+            plain[0].grad, ours[0].grad = torch.ones(4), torch.ones(4)
+        reference.step()
+        optimizer.step()
+        assert_equal(ours, plain)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("change", ["turn", "cut"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_another_form_at_the_same_address_is_noticed(world: World, change: str, flat: bool) -> None:
+    params = params_of((3, 3), (5,))
+    optimizer = ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=flat, lr=0.1)
+    set_gradients(0, params)
+    optimizer.step()
+    params[0].grad = None
+    data = params[0].data
+    params[0].data = data.t() if change == "turn" else data[:2]
+    if world.size == 1 and not flat:
+        optimizer.step()  # the plain class, which does not mind
+    else:
+        with pytest.raises(RuntimeError, match="parameter 0 has changed since"):
+            optimizer.step()
+
+
+@distributed(1, 2)
+def test_another_class_in_a_group_by_hand_is_refused(world: World) -> None:
+    params = params_of((3, 3))
+    optimizer = ZeroRedundancyOptimizer([{"params": params, "optimizer_class": SGD}], SGD, lr=0.1)
+    optimizer.param_groups[0]["optimizer_class"] = AdamW
+    with pytest.raises(RuntimeError, match="group 0 was built with SGD and now says AdamW"):
+        optimizer.step()
+
+
+@distributed(2)
+def test_a_default_device_does_not_catch_what_belongs_on_the_cpu(world: World) -> None:
+    params = params_of((3, 3), (7,))
+    optimizer = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    set_gradients(0, params)
+    with torch.device("meta"):
+        optimizer.step()
+        optimizer.consolidate_state_dict()
+    if world.rank == 0:
+        states = optimizer.state_dict()["state"].values()
+        assert {value.device.type for state in states for value in state.values()} == {"cpu"}
