@@ -65,6 +65,15 @@ class Fragment:
         ]
         return replace(self, parts=tuple(parts))
 
+    def staged(self) -> Fragment:
+        """A copy on the CPU, which the optimizer's next step does not change."""
+        parts = [replace(part, data=part.data.to("cpu", copy=True)) for part in self.parts]
+        return replace(self, parts=tuple(parts))
+
+    def __deepcopy__(self, _: Any) -> Fragment:
+        """torch's stagers copy objects deeply: without this they would walk through all of it."""
+        return self.staged()
+
     def whole(self) -> torch.Tensor:
         """The tensor itself, where this rank has all of it in one part."""
         (box,) = self.boxes()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,8 +105,7 @@ class BoxTensor(torch.Tensor):
 
     def staged(self) -> BoxTensor:
         """A copy on the CPU, which the optimizer's next step does not change."""
-        parts = [replace(part, data=part.data.to("cpu", copy=True)) for part in self.fragment.parts]
-        return BoxTensor.of(replace(self.fragment, parts=tuple(parts)))
+        return BoxTensor.of(self.fragment.staged())
 
     def __deepcopy__(self, memo: Any) -> BoxTensor:
         return self.staged()
