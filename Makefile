@@ -17,7 +17,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-torch lint types format \
-        bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
+        bench-balance bench-plan bench-cuts bench-step bench-overhead bench-consolidate bench-checkpoint \
         clean
 
 help: ## print this list
@@ -56,6 +56,11 @@ bench-plan: $(VENV)/.installed ## how long planning takes
 
 bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
 	$(BIN)/python benchmarks/cuts.py
+
+bench-step: $(VENV)/.installed ## time and bytes of whole steps, beside DDP and torch's class
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py --batch 1 --tokens 16
+	$(BIN)/python benchmarks/step.py --model tiny
 
 bench-overhead: $(VENV)/.installed ## what a step costs beside the optimizer class
 	$(BIN)/python benchmarks/overhead.py

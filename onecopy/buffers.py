@@ -163,3 +163,6 @@ class Staging:
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(self._sizes[key], dtype=like.dtype, device=like.device)
         return self._buffers[key][:numel]
+
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())

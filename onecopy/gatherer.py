@@ -9,7 +9,7 @@ small pieces are packed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,15 +62,22 @@ class Gatherer:
         self._transport = transport
         self._params: Sequence[torch.Tensor] = ()
         self._transfers: list[Transfer] = []
+        self._launched: dict[int, Pending] = {}  # by bucket, those nobody has waited for
 
-    def prepare(self, plan: Plan, params: Sequence[torch.Tensor], homes: FlatHomes | None) -> None:
-        """Decide how each bucket travels. To be repeated when the plan or a storage changes."""
+    def prepare(
+        self, plan: Plan, params: Sequence[torch.Tensor], homes: FlatHomes | None, at_once: bool
+    ) -> None:
+        """Decide how each bucket travels. To be repeated when the plan or a storage changes.
+
+        ``at_once``: all buckets may be under way together, so none shares its staging.
+        """
+        self.wait()
         self._params = [params[index] for index in sorted(plan.params)]
         self._transfers = []
         if self._transport.world_size == 1:
             return
         memory = [param.detach() for param in params]
-        staging = Staging(IN_FLIGHT)
+        staging = Staging(max(IN_FLIGHT, len(plan.buckets)) if at_once else IN_FLIGHT)
         routes = [
             _route(_Site(self._transport, homes, plan, memory, bucket))
             for bucket in range(len(plan.buckets))
@@ -92,10 +99,30 @@ class Gatherer:
                 under_way.append((transfer, transfer.start(self._transport)))
             while under_way:
                 _finish(*under_way.popleft())
-            if self._transfers:
-                # What arrives in place does not pass through autograd: without this, a backward
-                # through a graph built before the step would silently use the new values.
-                torch.autograd.graph.increment_version(self._params)
+            self._tell_autograd()
+
+    def launch(self) -> None:
+        """The same without waiting. ``prepare(at_once=True)`` must have been called."""
+        with torch.no_grad(), torch.profiler.record_function("onecopy::launch"):
+            for bucket, transfer in enumerate(self._transfers):
+                self._launched[bucket] = transfer.start(self._transport)
+            self._tell_autograd()
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Until these buckets, or all, have arrived."""
+        if not self._launched:
+            return
+        with torch.no_grad(), torch.profiler.record_function("onecopy::wait"):
+            for bucket in list(self._launched) if buckets is None else buckets:
+                pending = self._launched.pop(bucket, None)
+                if pending is not None:
+                    _finish(self._transfers[bucket], pending)
+
+    def _tell_autograd(self) -> None:
+        """What arrives in place does not pass through autograd: without this, a backward through
+        a graph built before the step would silently use the new values."""
+        if self._transfers:
+            torch.autograd.graph.increment_version(self._params)
 
 
 def _finish(transfer: Transfer, pending: Pending) -> None:

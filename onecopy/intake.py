@@ -134,12 +134,7 @@ def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
     return first.device if isinstance(first, torch.Tensor) else None
 
 
-def check_options(overlap_with_ddp: bool, check_every: int | None) -> None:
-    if overlap_with_ddp:
-        raise NotImplementedError(
-            "overlap_with_ddp=True is not available in this version: leave it out and call step() "
-            "after backward(); the results are the same"
-        )
+def check_options(check_every: int | None) -> None:
     if check_every is not None and check_every < 1:
         raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
 

@@ -3,12 +3,14 @@
 A rank that has run out of inputs still owns its pieces, and they must follow the gradient that the
 others compute. DDP keeps that gradient from it. So while some rank has joined, the lowest rank
 that has not lends each joined rank the gradients of its pieces, and its own options, because a
-joined rank's scheduler no longer moves.
+joined rank's scheduler no longer moves. (An attached optimizer needs to borrow options only: its
+gradients are reduced to their owners, wherever they are.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -28,33 +30,45 @@ _NONE, _DENSE, _SPARSE = "n", "d", "s"
 
 
 class OptimizerJoinHook(JoinHook):
-    """Steps a joined rank's pieces once for each iteration of the ranks that go on."""
+    """Takes a joined rank's part whenever the ranks that go on step."""
 
-    def __init__(self, step_joined: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._step_joined = step_joined
+    def __init__(self, take_part: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._take_part = take_part
         self._leave = leave
 
     def main_hook(self) -> None:
-        self._step_joined()
+        self._take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         del is_last_joiner
         self._leave()
 
 
+class Turn(enum.Enum):
+    """What a rank is about to do together with the others."""
+
+    STEP = b"s"
+    BACKWARD = b"b"  # of an attached bare module, of which nobody else tells the joined ranks
+    JOINED = b"j"  # whatever the others do
+
+
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Who lends to whom in this step. On all ranks of a step in which somebody has joined."""
+    """Who lends to whom in this turn. On all ranks of a turn in which somebody has joined."""
 
+    turn: Turn
     lender: int
     borrowers: tuple[int, ...]
 
 
-def find_party(transport: Transport, joined: bool) -> Party | None:
-    """Collective, in every step inside a join context. None while nobody has joined."""
-    everyone = transport.all_gather_bytes(b"1" if joined else b"0")
-    borrowers = tuple(rank for rank, flag in enumerate(everyone) if flag == b"1")
-    return Party(everyone.index(b"0"), borrowers) if borrowers else None
+def find_party(transport: Transport, mine: Turn) -> Party | None:
+    """Collective, in every turn inside a join context. None while nobody has joined."""
+    turns = [Turn(word) for word in transport.all_gather_bytes(mine.value)]
+    borrowers = tuple(rank for rank, turn in enumerate(turns) if turn is Turn.JOINED)
+    if not borrowers:
+        return None
+    lender = next(rank for rank, turn in enumerate(turns) if turn is not Turn.JOINED)
+    return Party(turns[lender], lender, borrowers)
 
 
 def follow_lender(

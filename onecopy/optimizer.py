@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,39 +20,39 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
+from onecopy.attaching import Attaches
 from onecopy.full_state import FullState
 from onecopy.intake import (
-    NOT_OPTIONS,
-    GroupPolicy,
     as_groups,
     check_options,
     check_tensors,
     first_device,
-    options_of,
     take_in,
 )
-from onecopy.join import OptimizerJoinHook, Party, find_party, follow_lender, lend_gradients
-from onecopy.loading import LoadReport
-from onecopy.loading import load as load_checkpoint
+from onecopy.join import (
+    OptimizerJoinHook,
+    Party,
+    Turn,
+    find_party,
+    follow_lender,
+    lend_gradients,
+)
+from onecopy.keeping import KeepsState
 from onecopy.local import LocalOptimizer, OwnedState, Replay
-from onecopy.naming import names_of
-from onecopy.plan import Plan, make_plan
+from onecopy.plan import make_plan
 from onecopy.policies import Policies
-from onecopy.portrait import Portrait
 from onecopy.replicas import require_equal_replicas
-from onecopy.restore import Loadable, checked, load
-from onecopy.roster import Roster
-from onecopy.saving import require_name, save
 from onecopy.shards import Shards
-from onecopy.stateful import ShardedState
 from onecopy.transport import Transport
 from onecopy.version import __version__
+
+logger = logging.getLogger("onecopy")
 
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(KeepsState, Attaches):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -72,7 +72,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: the ranks to shard over; by default all.
         parameters_as_bucket_view: give the parameters flat storage, so that gathering them needs
             no copies. Their strides stay as they are.
-        overlap_with_ddp: not available in this version.
+        overlap_with_ddp: step inside backward, from a DDP communication hook made by
+            ``onecopy.hook_with_zero_step``. ``step()`` then does nothing.
         partition: ``"auto"`` (by what the class needs), ``"elementwise"`` or ``"whole"``.
         bucket_mb: how much is gathered at once, in MiB.
         check_every: every so many steps, compare the parameters of all ranks.
@@ -111,11 +112,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._steps = 0
         self._policies = Policies(optimizer_class, partition, self.world_size > 1, defaults)
         self._full_state = FullState()
+        self._attachment = None
+        self._steps_in_backward = bool(overlap_with_ddp)
 
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
-            check_options(overlap_with_ddp, check_every)
+            check_options(check_every)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             local = LocalOptimizer(optimizer_class, defaults)
@@ -146,22 +149,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
         if "_shards" in self.__dict__:  # the base class's constructor sets an empty one before
             self._local.replace_state(value)
-
-    @property
-    def _local(self) -> LocalOptimizer:
-        return self._shards.local
-
-    @property
-    def _roster(self) -> Roster:
-        return self._shards.roster
-
-    @property
-    def _plan(self) -> Plan:
-        return self._shards.plan
-
-    @property
-    def _all_params(self) -> list[torch.Tensor]:
-        return self._roster.params
 
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
@@ -206,6 +193,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._full_state.forget("a parameter group was added after the last consolidation")
         self._shards.look_for_modules()
         self._shards.settle()
+        if self._attachment is not None:
+            self._attachment.follow()
 
     def _add_to_base(self, group: dict[str, Any]) -> None:
         """The base class's checks, without its defaults: a group may be of another class, and the
@@ -237,9 +226,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._roster.require_plan_fits(policies)
             self._policies.remember_flags(present, self.param_groups)
 
-    def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
-        return self._policies.with_options(self._roster.policies, self.param_groups, options)
-
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
@@ -253,6 +239,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agree(self._transport, what, prepare)
         self._shards.is_confirmed = True
         self._shards.settle()
+        if self._attachment is not None and unfrozen:
+            self._attachment.follow()
 
     # ------------------------------------------------------------------ step
 
@@ -261,26 +249,45 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         A closure is run once, on every rank; its result, this rank's loss, is returned.
         """
+        if self._steps_in_backward:
+            return None
+        replay = Replay(closure) if callable(closure) else closure
+        return self._step(replay, kwargs, self._announce(Turn.STEP))
+
+    def _step_in_backward(self) -> None:
+        """Called by a DDP communication hook when all gradients have arrived."""
+        self._step(None, {}, self._announce(Turn.STEP))
+
+    def _announce(self, turn: Turn) -> Party | None:
+        """Tell joined ranks, if there may be any, what comes."""
         work = Join.notify_join_context(self)
         if work is not None:
             work.wait()
-        return self._step(Replay(closure) if callable(closure) else closure, kwargs, joined=False)
+        return find_party(self._transport, turn) if self._join_config.enable else None
 
-    def _step_joined(self) -> None:
-        """A step of the others, on a rank that has run out of inputs."""
-        self._step(None, {}, joined=True)
+    def _take_part_joined(self) -> None:
+        """What the others do, on a rank that has run out of inputs."""
+        party = find_party(self._transport, Turn.JOINED)
+        assert party is not None
+        if party.turn is Turn.BACKWARD:
+            self._attached("join").shadow_backward(party)
+        else:
+            self._step(None, {}, party)
 
-    def _step(self, closure: Any, kwargs: Mapping[str, Any], joined: bool) -> Any:
+    def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
         self._steps += 1
         self._transport.note(f"in step {self._steps}")
-        party = find_party(self._transport, joined) if self._join_config.enable else None
+        joined = party is not None and self.rank in party.borrowers
+        self.wait()
         self._follow_changes(party)
         if self._check_steps:
             require_agreement(self._transport, "checking a step", self._description())
         borrowed = None
-        if party is not None:
+        if self._attachment is not None:
+            borrowed = self._attachment.gradients()
+        elif party is not None:
             borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
-        if not joined:
+        if not joined and self._attachment is None:
             self._require_usable_gradients()
         self._local.options_in(self.param_groups)
         bound = (
@@ -298,6 +305,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self._local.options_out(self.param_groups)
         self._shards.gather()
+        if self._attachment is not None:
+            self._attachment.reducer.clear()
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")
@@ -316,210 +325,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def assert_replicas_equal(self) -> None:
         """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
         all ranks, naming the first parameter that differs and the ranks."""
+        self.wait()
         require_equal_replicas(self._roster.params, self._roster.names, self._transport)
-
-    # ------------------------------------------------------------------ the full state dict
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the full state to rank ``to`` of the group, where ``state_dict`` then returns it.
-
-        Collective. The result is a copy on the CPU; it is dropped at the next step.
-        """
-        self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The full state, as the unsharded optimizer class writes it.
-
-        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        result = self._full_state.as_plain_dict(self.rank, self.param_groups)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, result)
-            result = result if changed is None else changed
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a full state dict: ours at any world size, the plain class's,
-        or torch's own sharded class's. To be called on all ranks; the dict is not changed.
-
-        A dict that does not fit is refused before anything is changed.
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        self._adopt(checked(state_dict, self.param_groups, self._roster.cuttable()))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _adopt(self, loadable: Loadable) -> None:
-        """Take over state and options; if that fails, nothing has changed."""
-        plan = self._plan
-        policies = self._policies_with(loadable.groups)
-        made = self._shards.made_anew(self.param_groups, loadable.states)
-        with torch.inference_mode(False), self._shards.all_or_nothing():
-            self._shards.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
-            load(self._local, loadable)
-        self._finish_loading(loadable, plan)
-
-    def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
-        """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
-        if self._plan is not plan:
-            self._shards.settle()
-        for group, inner, saved in zip(
-            self.param_groups, self._local.param_groups, loadable.groups, strict=True
-        ):
-            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
-            if "param_names" in saved:
-                kept["param_names"] = list(saved["param_names"])
-            group.clear()
-            group.update(kept)
-            group.update(options_of(inner))
-        self._policies.remember_flags(self._roster.policies, self.param_groups)
-        self._full_state.forget("a state dict was loaded after the last consolidation")
-
-    # ------------------------------------------------------------------ sharded checkpoints
-
-    def sharded(
-        self, module: torch.nn.Module | None = None, *, flatten_optimizer_state_dict: bool = False
-    ) -> ShardedState:
-        """This rank's share of the state, for ``torch.distributed.checkpoint``, on all ranks::
-
-            dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
-            dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
-
-        The checkpoint holds the state of the unsharded optimizer, under the names and keys that
-        torch's ``get_optimizer_state_dict`` gives, whatever the number of ranks.
-
-        Args:
-            module: gives the parameters their names. Not needed if the optimizer was built from
-                ``named_parameters()``; with neither, parameters are known by their position.
-            flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
-        """
-        return ShardedState(
-            lambda: self._shown(module),
-            lambda: self._portrait(module),
-            self._adopt_sharded,
-            flatten_optimizer_state_dict,
-        )
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        module: torch.nn.Module | None = None,
-        *,
-        flatten_optimizer_state_dict: bool = False,
-    ) -> None:
-        """Write a sharded checkpoint of the state into the directory ``path``. Collective.
-
-        Every rank writes its own share. A checkpoint that is there already is replaced in one
-        instant: whenever a process dies, the directory holds the old one or the new one. What
-        torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
-        of :meth:`sharded`.
-        """
-        self._follow_changes()
-        save(
-            self._transport,
-            lambda: self._portrait(module),
-            Path(path),
-            flatten_optimizer_state_dict,
-        )
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        module: torch.nn.Module | None = None,
-        strict: bool = True,
-        *,
-        key: str | None = None,
-    ) -> LoadReport:
-        """Read the state from a checkpoint directory, this rank's share only. Collective.
-
-        The checkpoint may be of any job: ours, of the unsharded class, or of FSDP2, saved by
-        :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
-        ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
-        and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
-
-        Args:
-            path: the directory.
-            module: gives the parameters their names, see :meth:`sharded`.
-            strict: refuse a checkpoint that does not fit exactly.
-            key: where in the checkpoint the state is, if it holds that of several optimizers.
-        """
-        names: list[str] = []
-
-        def prepare() -> list[str]:
-            require_name(Path(path))
-            names.extend(names_of(self._roster, self.param_groups, module))
-            return [f"from {path}", f"strict={strict}, key={key!r}"]
-
-        self._transport.note(f"loading {path}")
-        agree(self._transport, "loading a checkpoint", prepare)
-        plan = self._plan
-        # State that is made in inference mode could never be stepped.
-        with torch.inference_mode(False), self._shards.all_or_nothing():
-            loadable, report = load_checkpoint(
-                self._transport,
-                self._shards,
-                self.param_groups,
-                names,
-                Path(path),
-                policies_for=self._policies_with,
-                strict=strict,
-                key=key,
-            )
-        self._finish_loading(loadable, plan)
-        return report
-
-    def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
-        """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
-        self._follow_changes()
-        tree: dict[str, Any] = {}
-
-        def prepare() -> list[str]:
-            tree.update(self._portrait(module).tree())
-            return []
-
-        self._transport.note("showing the state for a checkpoint")
-        agree(self._transport, "showing the state for a checkpoint", prepare)
-        return tree
-
-    def _portrait(self, module: torch.nn.Module | None) -> Portrait:
-        names = names_of(self._roster, self.param_groups, module)
-        return Portrait(self._local, self._roster, self._plan, self.param_groups, names, self.rank)
-
-    def _adopt_sharded(
-        self,
-        portrait: Portrait,
-        state: Mapping[str, Any],
-        groups: Sequence[Mapping[str, Any]],
-        incomplete: Sequence[str],
-    ) -> None:
-        self._transport.note("loading a checkpoint")
-        options: list[dict[str, Any]] = []
-
-        def prepare() -> list[str]:
-            if incomplete:
-                raise ValueError(
-                    f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
-                    f"{', ...' * (len(incomplete) > 5)}: is it complete?"
-                )
-            portrait.require_steady_forms()
-            portrait.require_all_in(groups)
-            options.extend(portrait.options_from(groups))
-            if self.world_size > 1:
-                self._roster.require_plan_fits(self._policies_with(options))
-            return []
-
-        agree(self._transport, "loading a checkpoint", prepare)
-        pieces = portrait.pieces_from(state)
-        said, _ = self._transport.minimum_and_maximum(portrait.beginnings(pieces))
-        pieces = portrait.without(pieces, portrait.names_not_begun(said))
-        self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces))
 
     # ------------------------------------------------------------------ as torch's class has it
 
@@ -530,9 +337,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return inners[0].optimizer if len(inners) == 1 else self._local
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``torch.distributed.algorithms.Join``. The keywords belong to other joinables."""
-        del kwargs
-        return OptimizerJoinHook(self._step_joined, self._leave_join)
+        """For ``torch.distributed.algorithms.Join``. With ``divide_by_initial_world_size=False``
+        an attached optimizer averages over the ranks that still have inputs, as DDP does."""
+        if self._attachment is not None:
+            self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        take_part = self._take_part_joined
+        if self._steps_in_backward:  # called by DDP's own join hook, through the communication hook
+            return OptimizerJoinHook(lambda: None, self._leave_join)
+        return OptimizerJoinHook(take_part, self._leave_join)
 
     def _leave_join(self) -> None:
         """torch leaves the context switched on when it ends; every later step would pay for it."""
@@ -570,6 +382,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _move_parameters(
         self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> None:
+        self.wait()
         self._follow_changes()
         self._full_state.forget(f"{name}() was called after the last consolidation")
         self._local.options_in(self.param_groups)
@@ -582,6 +395,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
         """A working optimizer on copies of the parameters, in the same process group."""
+        if self._attachment is not None:
+            raise RuntimeError("an attached optimizer cannot be copied: call detach() first")
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group

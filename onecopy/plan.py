@@ -175,6 +175,15 @@ class Plan:
         start = (rank * each + before) * unit
         return start, start + (each + longer) * unit
 
+    def range_of(self, bucket: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of what a rank owns in a bucket, whatever its kind: always one run."""
+        if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
+            return self.slot(bucket, rank)
+        pieces = [piece for piece in self.pieces_in(bucket, rank) if piece.numel]
+        if not pieces:
+            return 0, 0
+        return pieces[0].offset, pieces[-1].offset + pieces[-1].numel
+
     def has_equal_slots(self, bucket: int) -> bool:
         """Whether one equal-sized collective can move the bucket."""
         b = self.buckets[bucket]

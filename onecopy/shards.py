@@ -19,6 +19,7 @@ from onecopy.gatherer import Gatherer
 from onecopy.intake import GroupPolicy
 from onecopy.local import LocalOptimizer
 from onecopy.plan import Plan
+from onecopy.reducer import Reducer
 from onecopy.roster import Roster
 from onecopy.transport import Transport
 from onecopy.watch import HomeWatch, MemoryWatch
@@ -36,10 +37,12 @@ class Shards:
         self.is_confirmed = True  # all ranks are known to hold the same plan
         self._transport = transport
         self._homes = FlatHomes() if bucket_view else None
-        self._gatherer = Gatherer(transport)
+        self.gatherer = Gatherer(transport)
+        self.gathers_lazily = False  # leave the waiting to who uses the parameters
         self._memory = MemoryWatch()
         self._in_modules = HomeWatch(())
         self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
+        self.reducer: Reducer | None = None  # in attached mode
 
     # ------------------------------------------------------------------ changing
 
@@ -107,7 +110,9 @@ class Shards:
         if self._homes is not None:
             self._homes.adopt(self.plan, self.roster.params)
         self.local.rebind()
-        self._gatherer.prepare(self.plan, self.roster.params, self._homes)
+        self.gatherer.prepare(self.plan, self.roster.params, self._homes, self.gathers_lazily)
+        if self.reducer is not None:
+            self.reducer.prepare(self.plan, self.roster.params)
         self._memory.remember(self.roster.planned(self.plan))
         self._left_out = [self.roster.params[i] for i in self.roster.unplanned(self.plan)]
 
@@ -138,7 +143,10 @@ class Shards:
 
     def gather(self) -> None:
         """Bring the owners' values of all parameters to this rank."""
-        self._gatherer.gather()
+        if self.gathers_lazily:
+            self.gatherer.launch()
+        else:
+            self.gatherer.gather()
 
     # ------------------------------------------------------------------ telling, copying
 

@@ -156,6 +156,66 @@ class Transport:
             for rank in others
         ]
 
+    # ------------------------------------------------------------------ gradients
+
+    def reduces_equal_slots(self, device: torch.device) -> bool:
+        """Whether the backend's reduce_scatter is the best way to sum equal slots."""
+        return self._backends.get(device.type) != "gloo"
+
+    def reduce_slots(self, buffer: torch.Tensor, mine: torch.Tensor) -> Pending:
+        """``buffer`` is W equal slots; ``mine`` becomes the sum of this rank's over all ranks."""
+        self.traffic.add(mine, self.world_size - 1)
+        with self.naming_absentees():
+            work = _reduce_scatter_single(mine, buffer, group=self._group, async_op=True)
+        return Pending(self, [work], [buffer, mine])
+
+    def exchange_parts(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
+        """``outgoing[r]`` goes to rank r, and ``incoming[r]`` comes from it; one's own stay.
+
+        Empty tensors are not sent. ``tag`` tells exchanges that are under way together apart.
+        """
+        others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        for rank in others:
+            self.traffic.add(outgoing[rank])
+        works: list[Any] = []
+        with self.naming_absentees():
+            if outgoing[self.rank].device.type != "cpu" or self._backends.get("cpu") != "gloo":
+                lists = list(incoming), list(outgoing)
+                works.append(dist.all_to_all(*lists, group=self._group, async_op=True))
+            else:
+                # Both directions of the wire are used at once, as in no collective of gloo.
+                for rank in others:
+                    if incoming[rank].numel():
+                        peer = self._global_ranks[rank]
+                        works.append(dist.irecv(incoming[rank], peer, group=self._group, tag=tag))
+                for rank in others:
+                    if outgoing[rank].numel():
+                        peer = self._global_ranks[rank]
+                        works.append(dist.isend(outgoing[rank], peer, group=self._group, tag=tag))
+        return Pending(self, works, [*outgoing, *incoming])
+
+    def nothing(self) -> Pending:
+        """Communication that has already happened."""
+        return Pending(self, (), ())
+
+    def maximum(self, values: torch.Tensor) -> Pending:
+        """Elementwise over the ranks, in place; in the background."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def total(self, values: torch.Tensor) -> Pending:
+        """The sum over the ranks, in place; in the background."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, values: torch.Tensor, operation: Any) -> Pending:
+        if self.world_size == 1:
+            return self.nothing()
+        self.traffic.add(values)
+        with self.naming_absentees():
+            work = dist.all_reduce(values, operation, group=self._group, async_op=True)
+        return Pending(self, [work], [values])
+
     # ------------------------------------------------------------------ one to one
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
@@ -228,6 +288,18 @@ def broadcast_object(
     return torch.load(io.BytesIO(bytes_from_tensor(data)), map_location=device, weights_only=True)
 
 
+def average_as_ddp(buffer: torch.Tensor, group: Any) -> torch.futures.Future[torch.Tensor]:
+    """The average over a group of the user's, in place, as DDP itself computes it."""
+    buffer.mul_(1 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    return future
+
+
+def _first(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return done.value()[0]
+
+
 def tensor_from_bytes(payload: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(payload) or bytearray(1), dtype=torch.uint8)[: len(payload)]
 
@@ -240,6 +312,9 @@ def bytes_from_tensor(tensor: torch.Tensor) -> bytes:
 # torch 2.13 renamed it and warns about the old name; releases before know only the old one.
 _all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
 

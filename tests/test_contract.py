@@ -234,8 +234,6 @@ def test_bad_classes_and_options_raise_what_torch_raises(world: World) -> None:
         build(SGD, lr=-1.0)
     with pytest.raises(ValueError, match=r"LBFGS.*vector"):
         build(torch.optim.LBFGS)
-    with pytest.raises(NotImplementedError, match=r"call step\(\) after backward"):
-        build(SGD, overlap_with_ddp=True, lr=0.1)
     with pytest.raises(ValueError, match="partition"):
         build(SGD, partition="halves", lr=0.1)
     with pytest.raises(ValueError, match="bucket_mb"):

@@ -1,4 +1,4 @@
-"""Every block of Python in docs/checkpoints.md runs, on two processes, as it stands there."""
+"""Every block of Python in the docs runs, on two processes, as it stands there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import ZeroRedundancyOptimizer
 
-PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("checkpoints.md", "modes.md")
+BLOCKS = [
+    (page, number, block)
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    )
+]
 
 
 class Net(nn.Module):
@@ -41,19 +48,24 @@ def surroundings(world: World, path: str) -> dict[str, Any]:
             optimizer.step()
 
     names = {"torch": torch, "model": model, "optimizer": optimizer, "train": train}
-    return {**names, "Net": Net, "path": path}
+    loader = [torch.randn(4, 7, generator=source) for _ in range(3)]
+    return {**names, "Net": Net, "path": path, "loader": loader}
 
 
-def test_the_page_has_its_blocks() -> None:
-    assert len(BLOCKS) >= 9
+def test_the_pages_have_their_blocks() -> None:
+    assert len(BLOCKS) >= 15
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
+@pytest.mark.parametrize(
+    ("page", "number", "block"), [pytest.param(*b, id=f"{b[0]}-{b[1]}") for b in BLOCKS]
+)
 @distributed(2)
-def test_a_block_of_the_page_runs(world: World, number: int, tmp_path: Path) -> None:
+def test_a_block_of_a_page_runs(
+    world: World, page: str, number: int, block: str, tmp_path: Path
+) -> None:
     names = surroundings(world, f"{tmp_path}/checkpoint")
     names["train"](steps=2)
-    exec(compile(BLOCKS[number], f"{PAGE.name}, block {number}", "exec"), names)
+    exec(compile(block, f"{page}, block {number}", "exec"), names)
     names["train"](steps=1)
     names["optimizer"].assert_replicas_equal()

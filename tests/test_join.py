@@ -254,11 +254,11 @@ def test_a_joined_ranks_gradients_are_left_as_they_were(world: World) -> None:
         model = build(Mlp)
         opt = sharded(model.parameters(), SGD, lr=0.1, partition=partition)
         seen: list[bool] = []
-        step_joined = opt._step_joined
+        take_part = opt._take_part_joined
 
         def watched() -> None:
             before = [(id(p.grad), p.grad.clone()) for p in model.parameters()]
-            step_joined()
+            take_part()
             after = [(id(p.grad), p.grad) for p in model.parameters()]
             seen.append(
                 all(
@@ -267,7 +267,7 @@ def test_a_joined_ranks_gradients_are_left_as_they_were(world: World) -> None:
                 )
             )
 
-        opt._step_joined = watched  # type: ignore[method-assign]
+        opt._take_part_joined = watched  # type: ignore[method-assign]
         inputs = uneven(world)
         train(world, model, opt, inputs)
         assert seen == [True] * (ROUNDS - inputs[world.rank])

@@ -1,0 +1,164 @@
+"""Attached mode, as the user sees it: ``attach``, ``no_sync``, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+
+import torch
+
+from onecopy.agreement import agree
+from onecopy.attachment import Attachment, require_attachable
+from onecopy.join import Party, Turn
+from onecopy.lazy import require_hookable
+from onecopy.parts import Parts
+
+logger = logging.getLogger("onecopy")
+
+
+class Attaches(Parts):
+    """``attach`` and ``detach``, and what can be done with gradients of which a rank has a part."""
+
+    def attach(
+        self,
+        module: torch.nn.Module,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        lazy_gather: bool = False,
+    ) -> None:
+        """Shard the gradients of the module, too: from now on they are averaged over the ranks
+        while backward runs, and each rank keeps those of its pieces only. Collective.
+
+        The communication of a step is then that of plain DDP. ``param.grad`` is None after
+        backward: use :meth:`clip_grad_norm_`, :meth:`grad_norm`, :meth:`full_grad` and
+        ``onecopy.GradScaler``. ``torch.nn.utils.clip_grad_norm_`` would see no gradients.
+
+        Args:
+            module: a ``DistributedDataParallel``, whose buckets are then reduced by this
+                optimizer, or a bare module with all parameters of this optimizer. Parameters and
+                buffers of a bare module are first sent from rank 0 to all others.
+            reduce_dtype: what gradients are sent and summed in; by default their own dtype.
+            lazy_gather: return from ``step`` while the updated parameters are still on their way.
+                Forwards of the module and its parts wait for what they use, and so do
+                ``state_dict`` and all methods of this optimizer; call :meth:`wait` before you read
+                parameters in any other way.
+        """
+        self._transport.note("attaching")
+
+        def prepare() -> list[str]:
+            if self._steps_in_backward:
+                raise RuntimeError(
+                    "attach(...) and overlap_with_ddp=True exclude each other: the one leaves the "
+                    "update to step(), the other does it inside backward"
+                )
+            if self._attachment is not None:
+                raise RuntimeError("the optimizer is attached already: call detach() first")
+            require_attachable(
+                module, self._roster, self._plan, self._transport.user_group, reduce_dtype
+            )
+            if lazy_gather:
+                require_hookable(module)
+            kind = type(module).__name__
+            how = f"reduce_dtype={reduce_dtype}, lazy_gather={lazy_gather}"
+            return [f"attach({kind}, {how})", *self._description()]
+
+        agree(self._transport, "attaching", prepare)
+        self._attachment = attachment = Attachment(
+            module,
+            self._transport,
+            self._shards,
+            reduce_dtype,
+            lazy_gather,
+            self._announce_backward,
+        )
+        # Hooks would go on taking gradients away from whoever comes next.
+        weakref.finalize(self, attachment.detach).atexit = False
+        logger.info(
+            "attached: gradients are sharded during backward and param.grad is None after it; clip "
+            "with optimizer.clip_grad_norm_, scale with onecopy.GradScaler"
+        )
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`. Gradients that were not used are dropped."""
+        if self._attachment is None:
+            raise RuntimeError("the optimizer is not attached")
+        self._attachment.detach()
+        self._attachment = None
+
+    def wait(self) -> None:
+        """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
+        self._shards.gatherer.wait()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in this context accumulate the gradients of this rank; the first one after it
+        averages them all. As DDP's."""
+        return self._attached("no_sync").feed.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; its value
+        before, the same on all ranks. Collective in attached mode."""
+        if self._steps_in_backward:
+            raise RuntimeError(
+                "with overlap_with_ddp=True the update has happened when backward() returns: it is "
+                "too late to clip. Leave it out, or use attach(...)"
+            )
+        if self._attachment is None:
+            return torch.nn.utils.clip_grad_norm_(
+                self._roster.params, max_norm, norm_type, error_if_nonfinite
+            )
+        attachment = self._looked_at()
+        return attachment.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients. Collective in attached mode."""
+        if self._attachment is None:
+            gradients = [p.grad for p in self._roster.params if p.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type)
+        return self._looked_at().norm(float(norm_type))
+
+    def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The averaged gradient of a parameter, on all ranks. Collective in attached mode."""
+        index = next((i for i, p in enumerate(self._roster.params) if p is param), None)
+        if index is None:
+            raise ValueError("full_grad(p): p is not a parameter of this optimizer")
+        return param.grad if self._attachment is None else self._looked_at().full_gradient(index)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters."""
+        super().zero_grad(set_to_none)
+        if self._attachment is not None:
+            self._attachment.drop()
+
+    def _looked_at(self) -> Attachment:
+        """The attachment, with the gradients of what was unfrozen since the last step."""
+        attachment = self._attached("this")
+        if self._join_config.enable and self.world_size > 1:
+            raise RuntimeError(
+                "inside Join, ranks that have run out of inputs do not take part in norms, "
+                "clipping, full_grad or loss scaling, and the others would wait for them for ever"
+            )
+        self._follow_changes()
+        return attachment
+
+    def _announce_backward(self) -> Party | None:
+        return self._announce(Turn.BACKWARD) if self._join_config.enable else None
+
+    def _attached(self, method: str) -> Attachment:
+        if self._attachment is None:
+            raise RuntimeError(f"{method}() is for attached mode: call attach(module) first")
+        return self._attachment
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by every GradScaler before a step."""
+        if self._steps_in_backward:
+            raise RuntimeError(
+                "with overlap_with_ddp=True the update happens inside backward, with gradients of "
+                "the scaled loss: a GradScaler cannot work. Leave it out, or use attach(...)"
+            )
+        if self._attachment is not None:
+            self._attachment.require_our_scaler()
+        return False

@@ -1,0 +1,314 @@
+"""Attached mode: an optimizer bound to the module whose gradients it reduces itself.
+
+Made by ``optimizer.attach(module)``. While it lasts, the gradients of the module's parameters are
+summed over the ranks during backward, each rank its own share, and ``param.grad`` is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from onecopy.buffers import flat_range, is_dense
+from onecopy.feeds import DDPFeed, Feed, ModuleFeed, has_foreign_hook
+from onecopy.join import Party
+from onecopy.lazy import LazyWaits
+from onecopy.norm import clip_coefficient, total_norm
+from onecopy.plan import Piece, Plan
+from onecopy.reducer import Reducer
+from onecopy.roster import Roster
+from onecopy.shards import Shards
+from onecopy.transport import Part, Transport
+
+
+class Attachment:
+    """What an attached optimizer has in addition."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        transport: Transport,
+        shards: Shards,
+        reduce_dtype: torch.dtype | None,
+        lazy_gather: bool,
+        announce: Callable[[], Party | None],
+    ) -> None:
+        """``announce`` tells ranks that have joined (see ``Join``) of a backward."""
+        self._transport = transport
+        self._is_scaled = False  # while a step is taken by our scaler
+        self._shards = shards
+        self._announce = weakref.WeakMethod(announce)
+        self._known = len(shards.plan.buckets)
+        self.divides_by_all = True  # also by ranks that have joined
+        self.reducer = Reducer(transport, reduce_dtype)
+        self.reducer.prepare(shards.plan, shards.roster.params)
+        shards.reducer = self.reducer
+        if isinstance(module, DistributedDataParallel):
+            self.feed: Feed = DDPFeed(module, self.reducer, transport)
+            modules = [module, module.module]
+        else:
+            _send_from_first_rank(transport, module)
+            self.feed = ModuleFeed(module, self.reducer, self._begin, self.drop)
+            modules = [module]
+        self.feed.follow(shards.roster.params)
+        self._lazy = LazyWaits(module, shards.gatherer) if lazy_gather else None
+        if self._lazy is not None:
+            self._lazy.follow(shards.plan, shards.roster.params)
+            shards.gathers_lazily = True
+            shards.settle()
+        self._patches = [_ZeroGrad(each, self.drop) for each in modules]
+
+    def _begin(self) -> None:
+        """A backward of the bare module begins."""
+        announce = self._announce()
+        self._take_share(announce() if announce is not None else None)
+        self.reducer.begin()
+
+    def shadow_backward(self, party: Party) -> None:
+        """A backward of the others, on a rank that has joined."""
+        self._take_share(party)
+        self.reducer.begin()
+        self.reducer.end()
+
+    def _take_share(self, party: Party | None) -> None:
+        world = self._transport.world_size
+        joined = len(party.borrowers) if party is not None and not self.divides_by_all else 0
+        self.reducer.share = 1 / (world - joined)
+
+    def follow(self) -> None:
+        """Take in parameters that were added to the plan; their gradients are still local."""
+        first, self._known = self._known, len(self._shards.plan.buckets)
+        if first == self._known:
+            return
+        self.feed.follow(self._shards.roster.params)
+        if self._lazy is not None:
+            self._lazy.follow(self._shards.plan, self._shards.roster.params)
+        self.reducer.catch_up(first)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Those of this rank's pieces, for a step."""
+        self._require_finished()
+        params = self._shards.roster.params
+        local = [i for i in self.reducer.planned if params[i].grad is not None]
+        if local:
+            raise RuntimeError(
+                f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
+                "backwards since the last step were inside no_sync(). Do the last one outside of it"
+            )
+        return self.reducer.gradients()
+
+    def _require_finished(self) -> None:
+        if self.reducer.is_active:
+            raise RuntimeError(
+                "the last backward has not come to its end, because it raised: call zero_grad() "
+                "and compute the gradients again"
+            )
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self.reducer.drop()
+        self.feed.reset()
+
+    def detach(self) -> None:
+        if self._shards.reducer is not self.reducer:
+            return  # already
+        self.drop()
+        self.feed.remove()
+        if self._lazy is not None:
+            self._lazy.remove()
+            self._shards.gathers_lazily = False
+            self._shards.settle()
+        for patch in self._patches:
+            patch.remove()
+        self._shards.reducer = None
+
+    # ------------------------------------------------------------------ looking at gradients
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        self._require_finished()
+        gradients = self.reducer.gradients()
+        pieces = [owned.piece for owned in self._shards.local.pieces]
+        present = self.reducer.present()
+        return total_norm(self._transport, pieces, gradients, present, norm_type)
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        norm = self.norm(norm_type)
+        coefficient = clip_coefficient(norm, max_norm, error_if_nonfinite)
+        self.scale(coefficient)
+        return norm
+
+    @torch.no_grad()
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients."""
+        for grad in self.reducer.gradients():
+            if grad is not None:
+                grad.mul_(factor.to(grad.device))
+
+    @torch.no_grad()
+    def unscale(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
+        """Undo the scaling of the loss; whether any rank has found an infinity or NaN."""
+        self._require_finished()
+        of_device: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in self.reducer.gradients():
+            if grad is not None and grad.numel():
+                of_device.setdefault(grad.device, []).append(grad)
+        for device, gradients in of_device.items():
+            found, inverse = found_inf.to(device, copy=True), inv_scale.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        verdict = found_inf.to(self._transport.control_device, copy=True)
+        self._transport.maximum(verdict).wait()
+        return verdict.to(found_inf.device)
+
+    @contextlib.contextmanager
+    def scaled(self) -> Iterator[None]:
+        """A step that ``onecopy.GradScaler`` takes."""
+        self._is_scaled = True
+        try:
+            yield
+        finally:
+            self._is_scaled = False
+
+    def require_our_scaler(self) -> None:
+        if not self._is_scaled:
+            raise RuntimeError(
+                "torch.amp.GradScaler looks at param.grad, which is None while the optimizer is "
+                "attached. Use onecopy.GradScaler, which is the same otherwise"
+            )
+
+    @torch.no_grad()
+    def full_gradient(self, index: int) -> torch.Tensor | None:
+        """The averaged gradient of a parameter, on all ranks. Collective."""
+        mine = dict(enumerate(self.reducer.gradients()))
+        if index not in self.reducer.present():
+            return None
+        plan, param = self._shards.plan, self._shards.roster.params[index]
+        whole = torch.empty_like(param)
+        whole = whole if is_dense(param) else whole.contiguous()
+        for number, owned in enumerate(self._shards.local.pieces):
+            grad = mine[number]
+            if owned.piece.param == index and grad is not None:
+                flat = flat_range(whole, owned.piece.start, owned.piece.stop)
+                flat.copy_(flat_range(grad, 0, grad.numel()))
+        self._transport.share(
+            [
+                Part(piece.rank, flat_range(whole, piece.start, piece.stop))
+                for piece in _pieces_of(plan, index)
+            ]
+        ).wait()
+        return whole
+
+
+def _pieces_of(plan: Plan, index: int) -> list[Piece]:
+    """The pieces of a parameter, of all ranks."""
+    return [
+        piece
+        for bucket in range(len(plan.buckets))
+        if any(segment.param == index for segment in plan.segments(bucket))
+        for rank in range(plan.world_size)
+        for piece in plan.pieces_in(bucket, rank)
+        if piece.param == index and piece.numel
+    ]
+
+
+def require_attachable(
+    module: Any, roster: Roster, plan: Plan, user_group: Any, reduce_dtype: Any
+) -> None:
+    """Raise if a module cannot be attached to, with the reason."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"attach(...) takes a module, got {type(module).__name__}")
+    if reduce_dtype is not None and not (
+        isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
+    ):
+        raise TypeError(f"reduce_dtype must be a floating point dtype or None, got {reduce_dtype}")
+    ours = set(roster.params)
+    foreign = [n for n, p in module.named_parameters() if p.requires_grad and p not in ours]
+    if foreign:
+        raise ValueError(
+            f"the module has trainable parameters that this optimizer does not have: "
+            f"{_some(foreign)}. Nobody would average their gradients: build the optimizer on all "
+            "parameters of the module, or freeze them"
+        )
+    theirs = set(module.parameters())
+    outside = [entry.name for entry in roster.planned(plan) if entry.param not in theirs]
+    if outside:
+        raise ValueError(
+            f"the optimizer has parameters that are not in the module: {_some(outside)}. Attach it "
+            "to a module that holds all of them"
+        )
+    if isinstance(module.__dict__.get("zero_grad"), _ZeroGrad):
+        raise ValueError("another optimizer is attached to this module: call its detach() first")
+    if isinstance(module, DistributedDataParallel):
+        complex_ones = [n for n, p in module.named_parameters() if p.is_complex()]
+        if complex_ones:
+            raise ValueError(
+                f"DDP hands over the gradients of complex parameters ({_some(complex_ones)}) in "
+                "parts only: attach to the bare module"
+            )
+        if has_foreign_hook(module):
+            raise ValueError(
+                "the DDP module has a communication hook already, and can have only one. Attach "
+                "before, or instead of, register_comm_hook(...)"
+            )
+        ranks = dist.get_process_group_ranks(module.process_group)
+        if ranks != dist.get_process_group_ranks(user_group):
+            raise ValueError(
+                f"the DDP module averages over ranks {ranks}, the optimizer is sharded over "
+                f"{dist.get_process_group_ranks(user_group)}: give both the same process_group"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+
+
+@torch.no_grad()
+def _send_from_first_rank(transport: Transport, module: torch.nn.Module) -> None:
+    """Parameters and buffers of rank 0 to all ranks, as DDP does it."""
+    tensors = [*module.parameters(), *module.buffers()]
+    for tensor in {id(t): t for t in tensors}.values():
+        memory = tensor.detach()
+        if is_dense(memory):
+            memory = flat_range(memory, 0, memory.numel())
+            transport.share([Part(0, memory)]).wait()
+        else:
+            sent = memory.contiguous()
+            transport.share([Part(0, sent)]).wait()
+            memory.copy_(sent)
+    torch.autograd.graph.increment_version(list(tensors))
+
+
+class _ZeroGrad:
+    """``module.zero_grad`` that reaches the optimizer's share of the gradients too."""
+
+    def __init__(self, module: torch.nn.Module, drop: Callable[[], None]) -> None:
+        self._module = weakref.ref(module)
+        self._drop = weakref.WeakMethod(drop)
+        module.__dict__["zero_grad"] = self
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module, drop = self._module(), self._drop()
+        if module is not None:
+            type(module).zero_grad(module, set_to_none)
+        if drop is not None:
+            drop()
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None and module.__dict__.get("zero_grad") is self:
+            del module.__dict__["zero_grad"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module: Any = copy.deepcopy(self._module(), memo)
+        return functools.partial(torch.nn.Module.zero_grad, module)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (torch.nn.Module.zero_grad, self._module())

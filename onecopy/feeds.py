@@ -1,0 +1,275 @@
+"""Where the reducer's gradients come from: DDP's buckets, or hooks on the parameters of a module.
+
+A feed tells the reducer which gradients are there, and when backward has ended. The end is a
+callback that autograd runs when the backward that queued it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from onecopy.buffers import is_dense
+from onecopy.reducer import Reducer
+from onecopy.transport import Transport, average_as_ddp
+
+
+class Feed(Protocol):
+    """What feeds a reducer with gradients."""
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Feed the gradients of these parameters, by their position."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in here accumulate gradients in ``param.grad`` of this rank."""
+
+    def reset(self) -> None:
+        """Forget a backward that did not come to its end."""
+
+    def remove(self) -> None:
+        """Feed nothing any more."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """To be called during a backward; raises ``RuntimeError`` elsewhere."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def after_ddp(callback: Callable[[], None]) -> None:
+    """To be called by a communication hook: run when DDP has put the gradients back into
+    ``param.grad``. DDP does that in a callback that is queued after this one: what a callback
+    queues in its turn comes last."""
+    at_end_of_backward(lambda: at_end_of_backward(callback))
+
+
+_NO_BACKWARD = -1  # the number of autograd's current task
+
+# -------------------------------------------------------------------------- a bare module
+
+
+class ModuleFeed:
+    """Hooks on parameters.
+
+    The end of backward is queued when the gradient of the module's output is computed, which is
+    first of all. Why not from the hook of a parameter: inside a checkpointed part that would be the
+    end of that part only. It is the second choice, for a loss that is not made of the output.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        reducer: Reducer,
+        begin: Callable[[], None],
+        abandon: Callable[[], None],
+    ) -> None:
+        self._reducer = reducer
+        self._begin = begin
+        self._abandon = abandon
+        self._syncs = True
+        self._is_queued = False
+        self._hooked: set[int] = set()
+        self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        for index, param in enumerate(params):
+            if param.requires_grad and index not in self._hooked:
+                hook = functools.partial(self._arrived, index)
+                register: Any = param.register_post_accumulate_grad_hook
+                self._handles.append(register(hook))
+                self._hooked.add(index)
+
+    def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == _NO_BACKWARD and self._is_open:
+            self._abandon()  # the last backward has raised and never came to its end
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    register: Any = tensor.register_hook
+                    register(self._begins)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._syncs and (self._is_queued or self._reducer.is_active)
+
+    def _begins(self, _: torch.Tensor) -> None:
+        if self._syncs and not self._is_queued:
+            self._is_queued = True
+            at_end_of_backward(self._ended)
+
+    def _arrived(self, index: int, param: torch.Tensor) -> None:
+        if self._syncs:
+            self._begins(param)
+            if not self._reducer.is_active:
+                self._begin()
+            self._reducer.arrived({index: None})
+
+    def _ended(self) -> None:
+        self._is_queued = False
+        # A backward that reached none of the parameters, as of a gradient penalty, is not ours.
+        if self._reducer.is_active:
+            self._reducer.end()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def reset(self) -> None:
+        self._is_queued = False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __deepcopy__(self, _: Any) -> ModuleFeed:
+        """A copied module has copies of the hooks: they feed nobody."""
+        return _NoFeed()
+
+    def __reduce__(self) -> Any:
+        return _NoFeed, ()
+
+
+class _NoFeed(ModuleFeed):
+    def __init__(self) -> None:
+        self._syncs = False
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+    elif hasattr(tree, "__dataclass_fields__"):
+        for name in tree.__dataclass_fields__:
+            yield from _tensors(getattr(tree, name, None))
+
+
+# -------------------------------------------------------------------------- DDP
+
+
+class _Switch:
+    """The communication hook of a DDP module, which can never be taken away again: it feeds who
+    is attached, and with nobody attached averages as DDP itself does."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.feed: DDPFeed | None = None
+        self._group = ddp.process_group
+        ddp.register_comm_hook(None, self._hook)
+
+    def _hook(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self.feed is not None:
+            self.feed.take(bucket)
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+        return average_as_ddp(bucket.buffer(), self._group)
+
+
+# DDP looks at the annotations, and wants the classes themselves.
+_Switch._hook.__annotations__.update(
+    {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+)
+
+_switches: weakref.WeakKeyDictionary[DistributedDataParallel, _Switch] = weakref.WeakKeyDictionary()
+
+
+def is_fed(ddp: DistributedDataParallel) -> bool:
+    """Whether an optimizer is attached already."""
+    return ddp in _switches and _switches[ddp].feed is not None
+
+
+def has_foreign_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether somebody else has registered a communication hook."""
+    return bool(getattr(ddp, "_comm_hooks", ())) and ddp not in _switches
+
+
+def _as_laid_out(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient of a bucket. DDP lays it out as the parameter is, and shows it as if it were
+    contiguous."""
+    if grad.stride() == param.stride() or not is_dense(param):
+        return grad
+    return grad.as_strided(param.shape, param.stride(), grad.storage_offset())
+
+
+class DDPFeed:
+    """DDP's communication hook.
+
+    DDP puts the gradients back into ``param.grad`` when backward has ended, and only then can one
+    tell which were unused anywhere.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, reducer: Reducer, transport: Transport
+    ) -> None:
+        if ddp not in _switches:
+            _switches[ddp] = _Switch(ddp)
+        self._of_ddp = weakref.ref(ddp)  # which holds on to this through its hook
+        self._switch = _switches[ddp]
+        self._switch.feed = self
+        self._reducer = reducer
+        self._transport = transport
+        self._params: Sequence[torch.Tensor] = ()
+        self._index: dict[torch.Tensor, int] = {}
+        self._is_queued = False
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self._index = {param: index for index, param in enumerate(params)}
+
+    def take(self, bucket: GradBucket) -> None:
+        if not self._reducer.is_active:
+            try:
+                after_ddp(self._ended)
+                self._is_queued = True
+            except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
+                self._is_queued = False
+            self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
+            self._reducer.begin()
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        self._reducer.arrived({self._index[p]: _as_laid_out(p, grad) for p, grad in pairs})
+        if bucket.is_last() and not self._is_queued:
+            self._reducer.end(present=set())
+
+    def _divisor(self, is_active: bool) -> int:
+        """The number of ranks to average over."""
+        ddp: Any = self._of_ddp()
+        if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
+            return self._transport.world_size
+        active = torch.tensor([int(is_active)], device=self._transport.control_device)
+        self._transport.total(active).wait()
+        return int(active)
+
+    def _ended(self) -> None:
+        self._is_queued = False
+        planned = self._reducer.planned  # others are not reduced, and keep what they have
+        present = {index for index in planned if self._params[index].grad is not None}
+        self._reducer.end(present)
+        for index in present:
+            self._params[index].grad = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        ddp: Any = self._of_ddp()
+        context: contextlib.AbstractContextManager[None] = ddp.no_sync()
+        return context
+
+    def reset(self) -> None:
+        self._is_queued = False
+
+    def remove(self) -> None:
+        if self._switch.feed is self:
+            self._switch.feed = None

@@ -1,0 +1,229 @@
+"""The state of the optimizer: full, on one rank, and sharded, in checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onecopy.agreement import agree
+from onecopy.intake import NOT_OPTIONS, options_of
+from onecopy.loading import LoadReport
+from onecopy.loading import load as load_checkpoint
+from onecopy.naming import names_of
+from onecopy.parts import Parts
+from onecopy.plan import Plan
+from onecopy.portrait import Portrait
+from onecopy.restore import Loadable, checked, load
+from onecopy.saving import require_name, save
+from onecopy.stateful import ShardedState
+
+
+class KeepsState(Parts):
+    """``state_dict`` and ``load_state_dict``, ``sharded``, ``save`` and ``load``."""
+
+    # ------------------------------------------------------------------ the full state dict
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the full state to rank ``to`` of the group, where ``state_dict`` then returns it.
+
+        Collective. The result is a copy on the CPU; it is dropped at the next step.
+        """
+        self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state, as the unsharded optimizer class writes it.
+
+        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        result = self._full_state.as_plain_dict(self.rank, self.param_groups)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a full state dict: ours at any world size, the plain class's,
+        or torch's own sharded class's. To be called on all ranks; the dict is not changed.
+
+        A dict that does not fit is refused before anything is changed.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._adopt(checked(state_dict, self.param_groups, self._roster.cuttable()))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _adopt(self, loadable: Loadable) -> None:
+        """Take over state and options; if that fails, nothing has changed."""
+        plan = self._plan
+        policies = self._policies_with(loadable.groups)
+        made = self._shards.made_anew(self.param_groups, loadable.states)
+        with torch.inference_mode(False), self._shards.all_or_nothing():
+            self._shards.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
+            load(self._local, loadable)
+        self._finish_loading(loadable, plan)
+
+    def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
+        """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
+        if self._plan is not plan:
+            self._shards.settle()
+        for group, inner, saved in zip(
+            self.param_groups, self._local.param_groups, loadable.groups, strict=True
+        ):
+            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
+            if "param_names" in saved:
+                kept["param_names"] = list(saved["param_names"])
+            group.clear()
+            group.update(kept)
+            group.update(options_of(inner))
+        self._policies.remember_flags(self._roster.policies, self.param_groups)
+        self._full_state.forget("a state dict was loaded after the last consolidation")
+
+    # ------------------------------------------------------------------ sharded checkpoints
+
+    def sharded(
+        self, module: torch.nn.Module | None = None, *, flatten_optimizer_state_dict: bool = False
+    ) -> ShardedState:
+        """This rank's share of the state, for ``torch.distributed.checkpoint``, on all ranks::
+
+            dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+            dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+
+        The checkpoint holds the state of the unsharded optimizer, under the names and keys that
+        torch's ``get_optimizer_state_dict`` gives, whatever the number of ranks.
+
+        Args:
+            module: gives the parameters their names. Not needed if the optimizer was built from
+                ``named_parameters()``; with neither, parameters are known by their position.
+            flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
+        """
+        return ShardedState(
+            lambda: self._shown(module),
+            lambda: self._portrait(module),
+            self._adopt_sharded,
+            flatten_optimizer_state_dict,
+        )
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        *,
+        flatten_optimizer_state_dict: bool = False,
+    ) -> None:
+        """Write a sharded checkpoint of the state into the directory ``path``. Collective.
+
+        Every rank writes its own share. A checkpoint that is there already is replaced in one
+        instant: whenever a process dies, the directory holds the old one or the new one. What
+        torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
+        of :meth:`sharded`.
+        """
+        self._follow_changes()
+        save(
+            self._transport,
+            lambda: self._portrait(module),
+            Path(path),
+            flatten_optimizer_state_dict,
+        )
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        strict: bool = True,
+        *,
+        key: str | None = None,
+    ) -> LoadReport:
+        """Read the state from a checkpoint directory, this rank's share only. Collective.
+
+        The checkpoint may be of any job: ours, of the unsharded class, or of FSDP2, saved by
+        :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
+        ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
+        and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
+
+        Args:
+            path: the directory.
+            module: gives the parameters their names, see :meth:`sharded`.
+            strict: refuse a checkpoint that does not fit exactly.
+            key: where in the checkpoint the state is, if it holds that of several optimizers.
+        """
+        names: list[str] = []
+
+        def prepare() -> list[str]:
+            require_name(Path(path))
+            names.extend(names_of(self._roster, self.param_groups, module))
+            return [f"from {path}", f"strict={strict}, key={key!r}"]
+
+        self._transport.note(f"loading {path}")
+        agree(self._transport, "loading a checkpoint", prepare)
+        plan = self._plan
+        # State that is made in inference mode could never be stepped.
+        with torch.inference_mode(False), self._shards.all_or_nothing():
+            loadable, report = load_checkpoint(
+                self._transport,
+                self._shards,
+                self.param_groups,
+                names,
+                Path(path),
+                policies_for=self._policies_with,
+                strict=strict,
+                key=key,
+            )
+        self._finish_loading(loadable, plan)
+        return report
+
+    def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
+        """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
+        self._follow_changes()
+        tree: dict[str, Any] = {}
+
+        def prepare() -> list[str]:
+            tree.update(self._portrait(module).tree())
+            return []
+
+        self._transport.note("showing the state for a checkpoint")
+        agree(self._transport, "showing the state for a checkpoint", prepare)
+        return tree
+
+    def _portrait(self, module: torch.nn.Module | None) -> Portrait:
+        names = names_of(self._roster, self.param_groups, module)
+        return Portrait(self._local, self._roster, self._plan, self.param_groups, names, self.rank)
+
+    def _adopt_sharded(
+        self,
+        portrait: Portrait,
+        state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        incomplete: Sequence[str],
+    ) -> None:
+        self._transport.note("loading a checkpoint")
+        options: list[dict[str, Any]] = []
+
+        def prepare() -> list[str]:
+            if incomplete:
+                raise ValueError(
+                    f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
+                    f"{', ...' * (len(incomplete) > 5)}: is it complete?"
+                )
+            portrait.require_steady_forms()
+            portrait.require_all_in(groups)
+            options.extend(portrait.options_from(groups))
+            if self.world_size > 1:
+                self._roster.require_plan_fits(self._policies_with(options))
+            return []
+
+        agree(self._transport, "loading a checkpoint", prepare)
+        pieces = portrait.pieces_from(state)
+        said, _ = self._transport.minimum_and_maximum(portrait.beginnings(pieces))
+        pieces = portrait.without(pieces, portrait.names_not_begun(said))
+        self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces))

@@ -1,0 +1,70 @@
+"""What the parts of ``ZeroRedundancyOptimizer`` know of the whole.
+
+The class is put together from parts, each a file: its state and checkpoints (``keeping.py``), its
+attached mode (``attaching.py``), and the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
+
+from onecopy.attachment import Attachment
+from onecopy.full_state import FullState
+from onecopy.intake import GroupPolicy
+from onecopy.join import Party, Turn
+from onecopy.local import LocalOptimizer
+from onecopy.plan import Plan
+from onecopy.policies import Policies
+from onecopy.roster import Roster
+from onecopy.shards import Shards
+from onecopy.transport import Transport
+
+
+class Parts(Optimizer, Joinable):
+    """Attributes and methods that more than one part uses."""
+
+    rank: int
+    world_size: int
+    _transport: Transport
+    _shards: Shards
+    _policies: Policies
+    _full_state: FullState
+    _attachment: Attachment | None
+    _steps: int
+    _steps_in_backward: bool  # overlap_with_ddp
+
+    @property
+    def _local(self) -> LocalOptimizer:
+        return self._shards.local
+
+    @property
+    def _roster(self) -> Roster:
+        return self._shards.roster
+
+    @property
+    def _plan(self) -> Plan:
+        return self._shards.plan
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        return self._roster.params
+
+    def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
+        return self._policies.with_options(self._roster.policies, self.param_groups, options)
+
+    def _description(self) -> list[str]:
+        """What all ranks must hold alike."""
+        raise NotImplementedError
+
+    def _announce(self, turn: Turn) -> Party | None:
+        """Tell joined ranks, if there may be any, what comes."""
+        raise NotImplementedError
+
+    def _follow_changes(self, party: Party | None = None) -> None:
+        """What happened to the parameters since the last step: unfrozen, or given new memory."""
+        raise NotImplementedError

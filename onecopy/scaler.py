@@ -1,0 +1,43 @@
+"""Loss scaling in attached mode, where a rank holds a part of the gradients only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp import GradScaler as TorchGradScaler
+from torch.optim import Optimizer
+
+
+class GradScaler(TorchGradScaler):
+    """``torch.amp.GradScaler`` that also serves an optimizer in attached mode.
+
+    An infinity or NaN in any rank's share makes all ranks skip the step and lower the scale. A step
+    that is skipped leaves no gradients behind.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        attachment: Any = getattr(optimizer, "_attachment", None)
+        if attachment is None:
+            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+                optimizer, inv_scale, found_inf, allow_fp16
+            )
+            return found
+        looked_at: Any = optimizer
+        return {found_inf.device: looked_at._looked_at().unscale(inv_scale, found_inf)}
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's."""
+        attachment: Any = getattr(optimizer, "_attachment", None)
+        if attachment is None:
+            return super().step(optimizer, *args, **kwargs)
+        with attachment.scaled():
+            result = super().step(optimizer, *args, **kwargs)
+        attachment.drop()
+        return result

@@ -1,0 +1,90 @@
+"""Uneven inputs in attached mode, with DDP and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attached import EVERY_FEED
+from harness import World, distributed
+from models import Mlp, feed
+from test_join import CLASSES, batch_of, build, compare, reference, sharded, uneven
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
+
+
+@distributed(2, 3)
+@EVERY_FEED
+@pytest.mark.parametrize("divide", [True, False], ids=["by all", "by those that go on"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_uneven_inputs(world: World, feed: str, divide: bool, name: str) -> None:
+    cls, options = CLASSES[name]
+    inputs = uneven(world)
+    model, expected = build(Mlp), build(Mlp)
+    reference(
+        *(world, expected, lambda params: cls(params, **options), inputs),
+        divide_by_initial_world_size=divide,
+    )
+    train(world, model, sharded(model.parameters(), cls, **options), feed, inputs, divide)
+    compare(world, model, expected, exact=world.size <= 2 and divide)
+
+
+@distributed(2, 3)
+@EVERY_FEED
+def test_a_joined_rank_follows_the_schedulers_of_the_others(world: World, feed: str) -> None:
+    inputs = uneven(world)
+    model, expected = build(Mlp), build(Mlp)
+    reference(world, expected, lambda p: SGD(p, lr=0.1), inputs, gamma=0.5)
+    train(world, model, sharded(model.parameters(), SGD, lr=0.1), feed, inputs, gamma=0.5)
+    compare(world, model, expected)
+
+
+@distributed(2, 3)
+def test_several_backwards_in_a_step_of_a_bare_module(world: World) -> None:
+    """A joined rank takes part in each of them."""
+    model = build(Mlp)
+    opt = sharded(model.parameters(), SGD, lr=0.1)
+    opt.attach(model)
+    expected = build(Mlp)
+    inputs = uneven(world)
+    with Join([opt]):
+        for step in range(inputs[world.rank]):
+            for half in (0, 1):
+                (model(batch_of(model, world.rank, 2 * step + half)) / 2).backward()
+            opt.step()
+    plain = SGD(expected.parameters(), lr=0.1)
+    for step in range(max(inputs)):
+        for rank in range(world.size):
+            for half in (0, 1):
+                if step < inputs[rank]:
+                    loss = expected(batch_of(model, rank, 2 * step + half))
+                    (loss / 2 / world.size).backward()
+        plain.step()
+        plain.zero_grad()
+    compare(world, model, expected, exact=False)
+
+
+def train(
+    world: World,
+    model: Any,
+    opt: Any,
+    kind: str,
+    inputs: list[int],
+    divide: bool = True,
+    gamma: float | None = None,
+) -> None:
+    module = DistributedDataParallel(model) if kind == "ddp" else model
+    opt.attach(module)
+    scheduler = None if gamma is None else ExponentialLR(opt, gamma)
+    joinables = [module, opt] if kind == "ddp" else [opt]
+    with Join(joinables, divide_by_initial_world_size=divide):
+        for step in range(inputs[world.rank]):
+            opt.zero_grad()
+            feed(module, batch_of(model, world.rank, step)).backward()
+            opt.step()
+            if scheduler is not None:
+                scheduler.step()
+    assert all(torch.isfinite(param).all() for param in model.parameters())

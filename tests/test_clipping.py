@@ -1,0 +1,202 @@
+"""Norms, clipping and loss scaling in attached mode, against torch's on all gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import EVERY_FEED, AttachedTwins
+from harness import World, distributed
+from models import BranchNet, MixedNet, Mlp, TiedNet
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+
+from onecopy import GradScaler, ZeroRedundancyOptimizer
+
+NORMS = [2.0, 1.0, 3.0, 0.5, 0.0, math.inf, -math.inf, -1.0]
+
+
+def same_on_all_ranks(value: torch.Tensor) -> bool:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, float(value))
+    return len(set(everyone)) == 1
+
+
+@distributed(1, 3)
+@EVERY_FEED
+@pytest.mark.parametrize(
+    ("norm_type", "cls"), [*((norm, AdamW) for norm in NORMS), (2.0, torch.optim.Adafactor)]
+)
+def test_the_norm_is_that_of_all_gradients(
+    world: World, feed: str, norm_type: float, cls: Any
+) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, TiedNet(), cls, feed, lr=0.01)
+    twins.backward()
+    expected = clip_grad_norm_(twins.plain_model.parameters(), 1e-3, norm_type)
+    assert same_on_all_ranks(twins.optimizer.grad_norm(norm_type))
+    found = twins.optimizer.clip_grad_norm_(1e-3, norm_type)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert found.dtype == expected.dtype
+    twins.assert_same_gradients(rtol=1e-4, atol=1e-7)
+    twins.step()
+    twins.assert_same(rtol=1e-4, atol=1e-5)
+
+
+@distributed(1, 2, 3)
+@EVERY_FEED
+def test_a_small_norm_is_not_clipped(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins.backward()
+    twins.optimizer.clip_grad_norm_(1e6)
+    twins.assert_same_gradients()
+
+
+@distributed(1, 2)
+@EVERY_FEED
+def test_gradients_of_several_dtypes(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, MixedNet(), SGD, feed, lr=0.01)
+    twins.backward()
+    expected = torch.stack([p.grad.double().norm() for p in twins.plain_model.parameters()]).norm()
+    torch.testing.assert_close(twins.optimizer.grad_norm().double(), expected, rtol=1e-2, atol=0)
+
+
+@distributed(1, 2, 3)
+@EVERY_FEED
+def test_parameters_without_gradient_do_not_count(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(
+        *(world, BranchNet(lambda _: (True, False)), SGD, feed),
+        ddp={"find_unused_parameters": True},
+        lr=0.1,
+    )
+    assert twins.optimizer.grad_norm() == 0
+    twins.backward()
+    for norm_type in (2.0, 0.0, -math.inf):
+        expected = clip_grad_norm_(twins.plain_model.parameters(), math.inf, norm_type)
+        torch.testing.assert_close(twins.optimizer.grad_norm(norm_type), expected)
+
+
+@distributed(1, 2)
+@EVERY_FEED
+def test_a_norm_that_is_not_finite(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    batch = twins.batch()
+    if world.rank == 0:
+        batch[0, 0] = math.nan
+    twins.ddp(batch).backward()
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        twins.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert math.isnan(twins.optimizer.clip_grad_norm_(1.0))
+
+
+@distributed(1, 2)
+def test_as_drop_in_it_is_torchs(world: World) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    model(model.batch((1, 2))).backward()
+    full = [p.grad.clone() for p in model.parameters()]
+    expected = torch.stack([g.norm() for g in full]).norm()
+    torch.testing.assert_close(optimizer.grad_norm(), expected)
+    assert optimizer.full_grad(model.first.weight) is model.first.weight.grad
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1e-3), expected)
+    assert optimizer.grad_norm() < 1.01e-3
+
+
+# ---------------------------------------- loss scaling ----------------------------------------
+
+
+@distributed(1, 2, 3)
+@EVERY_FEED
+def test_scaled_training_is_that_of_torchs_scaler_under_ddp(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1, momentum=0.9)
+    plain, ours = (
+        cls("cpu", init_scale=1024.0, growth_interval=2)
+        for cls in (torch.amp.GradScaler, GradScaler)
+    )
+    for step in range(6):
+        batch = twins.batch()
+        if step == 3 and world.rank == world.size - 1:
+            batch[0, 0] = math.inf
+        plain.scale(twins.plain_ddp(batch)).backward()
+        ours.scale(twins.ddp(batch)).backward()
+        if step % 2:
+            plain.unscale_(twins.plain)
+            ours.unscale_(twins.optimizer)
+        before = [p.clone() for p in twins.model.parameters()]
+        plain.step(twins.plain)
+        ours.step(twins.optimizer)
+        plain.update()
+        ours.update()
+        twins.plain.zero_grad()  # ours keeps nothing, whether it has stepped or not
+        assert ours.get_scale() == plain.get_scale()
+        twins.assert_same()
+        stood_still = all(
+            torch.equal(a, b) for a, b in zip(before, twins.model.parameters(), strict=True)
+        )
+        assert stood_still == (step == 3)
+
+
+@distributed(2, 3)
+@EVERY_FEED
+def test_an_infinity_in_one_ranks_share_stops_all(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    scaler = GradScaler("cpu", init_scale=16.0)
+    before = [param.clone() for param in twins.model.parameters()]
+
+    def with_infinity(grad: torch.Tensor) -> torch.Tensor:
+        changed = grad.clone()
+        changed[0] = math.inf
+        return changed
+
+    if world.rank == 0:
+        twins.model.second.bias.register_hook(with_infinity)
+    scaler.scale(twins.ddp(twins.batch())).backward()
+    seen = [
+        grad is not None and not torch.isfinite(grad).all()
+        for grad in twins.optimizer._attachment.gradients()
+    ]
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, any(seen))
+    assert sum(everyone) == 1  # only the owner of that element can see it
+    scaler.step(twins.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    for param, start in zip(twins.model.parameters(), before, strict=True):
+        assert torch.equal(param, start)
+
+
+@distributed(1, 2)
+@EVERY_FEED
+def test_torchs_scaler_is_told_to_be_ours(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(twins.ddp(twins.batch())).backward()
+    with pytest.raises(RuntimeError, match=r"onecopy\.GradScaler"):
+        scaler.step(twins.optimizer)
+
+
+@distributed(1, 2)
+def test_ours_serves_other_optimizers_too(world: World) -> None:
+    model = nn.Linear(3, 2)
+    for optimizer in (
+        SGD(model.parameters(), lr=0.1),
+        ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1),
+    ):
+        scaler = GradScaler("cpu", init_scale=4.0)
+        before = model.weight.clone()
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(model.weight, before - 0.1)
+        optimizer.zero_grad()

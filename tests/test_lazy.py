@@ -1,0 +1,216 @@
+"""``lazy_gather=True``: nobody sees a parameter before its update has arrived."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from attached import EVERY_FEED, AttachedTwins
+from harness import World, distributed
+from models import ConvNet, Mlp, TiedNet, noise
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.transport import Pending, Transport
+
+LAZY = {"lazy_gather": True}
+
+
+class Attention(nn.Module):
+    """MultiheadAttention never calls the forward of its out_proj."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x + self.attention(x, x, x)[0] * self.scale
+        return self.last(x).square().mean()
+
+    def batch(self, seed: Any) -> torch.Tensor:
+        return noise(2, 4, 6, seed=seed)
+
+
+class Delays:
+    """What is sent leaves late, by another time on every rank."""
+
+    def __init__(self, world: World) -> None:
+        random_ = random.Random(world.rank)
+        share = Transport.share
+
+        def late(transport: Transport, parts: Any) -> Pending:
+            time.sleep(random_.random() * 0.01)
+            return share(transport, parts)
+
+        self._patch = mock.patch.object(Transport, "share", late)
+
+    def __enter__(self) -> None:
+        self._patch.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
+
+
+@distributed(1, 2, 4)
+@EVERY_FEED
+@pytest.mark.parametrize("model", [Mlp, ConvNet, TiedNet, Attention])
+def test_training_is_the_same(world: World, feed: str, model: Any) -> None:
+    torch.manual_seed(0)
+    zero = {"parameters_as_bucket_view": model in (Mlp, Attention)}
+    # SGD for attention: the gradient of a key's bias is rounding errors, which Adam would enlarge.
+    cls = SGD if model is Attention else AdamW
+    twins = AttachedTwins(world, model(), cls, feed, zero=zero, attach=LAZY, lr=0.01)
+    with Delays(world):
+        for _ in range(5):
+            twins.backward()
+            twins.step()
+            if twins.steps % 2:
+                twins.optimizer.wait()
+                twins.assert_same()
+    twins.optimizer.wait()
+    twins.assert_same()
+
+
+def stepped(world: World, model: nn.Module) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """After a step whose gathers nobody has waited for."""
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, bucket_mb=1e-4, lr=0.1)
+    optimizer.attach(model, lazy_gather=True)
+    for step in range(2):
+        model(model.batch((world.rank + 1, step + 1))).backward()
+        optimizer.step()
+    if world.size > 1:
+        assert optimizer._shards.gatherer._launched
+    return model, optimizer
+
+
+def waits(model: Any, what: str, optimizer: ZeroRedundancyOptimizer) -> None:
+    if what == "forward":
+        model(model.batch((1, 2)))
+    elif what == "eval":
+        with torch.no_grad():
+            model.eval()(model.batch((1, 2)))
+    elif what == "state_dict":
+        model.state_dict()
+    elif what == "part's state_dict":
+        for part in model.children():
+            part.state_dict()
+    elif what == "assert_replicas_equal":
+        optimizer.assert_replicas_equal()
+    elif what == "detach":
+        optimizer.detach()
+    else:
+        optimizer.wait()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize(
+    "what",
+    ["forward", "eval", "state_dict", "part's state_dict", "assert_replicas_equal", "detach", ""],
+)
+def test_who_looks_waits(world: World, what: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = stepped(world, Mlp())
+    waits(model, what, optimizer)
+    assert not optimizer._shards.gatherer._launched
+    optimizer.assert_replicas_equal()
+
+
+@distributed(2)
+def test_a_part_waits_for_what_it_uses_only(world: World) -> None:
+    torch.manual_seed(0)
+    model, optimizer = stepped(world, Mlp())
+    before = len(optimizer._shards.gatherer._launched)
+    model.norm(torch.zeros(2, 17))
+    left = len(optimizer._shards.gatherer._launched)
+    assert 0 < left < before
+
+
+@distributed(2)
+def test_parameters_of_a_module_that_is_never_called_are_awaited_first(world: World) -> None:
+    torch.manual_seed(0)
+    model, optimizer = stepped(world, Attention())
+    waited: list[int] = []
+    gatherer = optimizer._shards.gatherer
+    wait = gatherer.wait
+
+    def spy(buckets: Any = None) -> None:
+        waited.extend(gatherer._launched if buckets is None else buckets)
+        wait(buckets)
+
+    with mock.patch.object(gatherer, "wait", spy):
+        model.first.register_forward_pre_hook(lambda *_: waited.append(-1))
+        model(model.batch((1, 2)))
+    at_root = set(waited[: waited.index(-1)])
+    plan, params = optimizer._plan, optimizer._roster.params
+    needed = {
+        bucket
+        for bucket in range(len(plan.buckets))
+        for segment in plan.segments(bucket)
+        if params[segment.param] is model.attention.out_proj.weight
+    }
+    assert needed <= at_root
+
+
+@distributed(1, 2)
+def test_a_compiled_module_is_refused(world: World) -> None:
+    model = Mlp()
+    model.first.compile(backend="eager")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    with pytest.raises(ValueError, match="compiled modules may ignore"):
+        optimizer.attach(model, lazy_gather=True)
+    optimizer.attach(model)
+
+
+@distributed(2)
+@pytest.mark.parametrize("how", ["part", "eval", "load_state_dict"])
+def test_parts_evaluation_and_loading_see_what_they_need(world: World, how: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = stepped(world, Attention())
+    gatherer = optimizer._shards.gatherer
+    if how == "part":
+        x = torch.zeros(2, 4, 8)
+        model.attention(x, x, x)
+        plan, params = optimizer._plan, optimizer._roster.params
+        used = set(model.attention.parameters())
+        for bucket in gatherer._launched:
+            assert not used & {params[segment.param] for segment in plan.segments(bucket)}
+        assert gatherer._launched
+    elif how == "eval":
+        model.eval()
+        model.attention.eval()
+        model.first(torch.zeros(1, 6))
+        assert not gatherer._launched
+    else:
+        model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+        optimizer.wait()
+        assert all((param == 1).all() for param in model.parameters())
+
+
+@distributed(2, 3)
+def test_groups_that_are_added_are_awaited_too(world: World) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(
+        [*model.first.parameters(), *model.norm.parameters()], SGD, bucket_mb=1e-4, lr=0.1
+    )
+    model.second.requires_grad_(False)
+    optimizer.attach(model, lazy_gather=True)
+    for step in range(4):
+        if step == 2:
+            model.second.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.second.parameters())})
+        with Delays(world):
+            model(model.batch((world.rank + 1, step + 1))).backward()
+            optimizer.step()
+    model(model.batch((1, 1)))
+    assert not optimizer._shards.gatherer._launched
+    optimizer.assert_replicas_equal()
