@@ -317,6 +317,21 @@ def test_a_gradient_penalty_is_no_backward_of_ours(world: World, feed: str) -> N
         twins.assert_same()
 
 
+Trained = tuple[Any, torch.optim.Optimizer]  # a model and its optimizer
+
+
+def train_by_hand(world: World, step: int, attached: Trained, plain: Trained) -> None:
+    """One step of both, and compare. For what DDP cannot follow."""
+    for model, _ in (attached, plain):
+        model(attached[0].batch(models.seed_of(world, step))).backward()
+    models.average_gradients(plain[0].parameters())
+    for _, optimizer in (attached, plain):
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, theirs in zip(attached[0].parameters(), plain[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @distributed(1, 2)
 def test_a_backward_inside_forward(world: World) -> None:
     class Inner(nn.Module):
@@ -337,14 +352,7 @@ def test_a_backward_inside_forward(world: World) -> None:
     optimizer.attach(model)
     reference = SGD(plain.parameters(), lr=0.1)
     for step in range(3):
-        batch = model.batch(models.seed_of(world, step))
-        model(batch).backward()
-        plain(batch).backward()
-        models.average_gradients(plain.parameters())
-        optimizer.step()
-        reference.step()
-        reference.zero_grad()
-        models.assert_same_parameters(model, plain)
+        train_by_hand(world, step, (model, optimizer), (plain, reference))
 
 
 # ---------------------------------------- parameters that change -------------------------------
@@ -360,17 +368,6 @@ def test_freezing_and_unfreezing(world: World) -> None:
     optimizer.attach(model)
     reference = SGD(plain.parameters(), lr=0.1, momentum=0.9)
 
-    def train(step: int) -> None:
-        batch = model.batch(models.seed_of(world, step))
-        model(batch).backward()
-        plain(batch).backward()
-        models.average_gradients(plain.parameters())
-        optimizer.step()
-        reference.step()
-        reference.zero_grad()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
-
     for step, second, first in (
         (0, False, True),
         (1, True, True),
@@ -380,8 +377,8 @@ def test_freezing_and_unfreezing(world: World) -> None:
         for each in (model, plain):
             each.second.requires_grad_(second)
             each.first.requires_grad_(first)
-        train(step)
-        train(step + 10)
+        train_by_hand(world, step, (model, optimizer), (plain, reference))
+        train_by_hand(world, step + 10, (model, optimizer), (plain, reference))
 
 
 @distributed(1, 2, 3)
@@ -404,15 +401,7 @@ def test_a_group_that_is_added_while_attached(world: World) -> None:
         lr=0.1,
     )
     for step in range(3):
-        batch = model.batch(models.seed_of(world, step))
-        model(batch).backward()
-        plain(batch).backward()
-        models.average_gradients(plain.parameters())
-        optimizer.step()
-        reference.step()
-        reference.zero_grad()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
+        train_by_hand(world, step, (model, optimizer), (plain, reference))
 
 
 # ---------------------------------------- subgroups, dtypes, memory ----------------------------
