@@ -154,7 +154,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         """What all ranks must hold alike."""
         return [
             f"onecopy {__version__}, {self.world_size} ranks, {self._steps} steps taken",
-            f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}",
+            f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
+            f"overlap_with_ddp={self._steps_in_backward}",
             *self._shards.description(self.param_groups),
         ]
 

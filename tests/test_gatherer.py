@@ -25,7 +25,7 @@ BUCKET_VIEW = pytest.mark.parametrize(
 
 
 def transfers(optimizer: ZeroRedundancyOptimizer) -> list[Transfer]:
-    return optimizer._shards._gatherer._transfers
+    return optimizer._shards.gatherer._transfers
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -247,7 +247,7 @@ def test_gathering_allocates_nothing(world: World, bucket_view: bool) -> None:
     take_a_step(optimizer, params)
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
-        optimizer._shards._gatherer.gather()
+        optimizer._shards.gatherer.gather()
     allocated = [event for event in profile.events() if event.cpu_memory_usage > 0]
     assert not allocated, [(event.name, event.cpu_memory_usage) for event in allocated]
 

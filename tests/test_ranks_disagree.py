@@ -266,7 +266,7 @@ def test_bad_input_on_one_rank_is_told_to_the_others(world: World) -> None:
         (lambda: build(no_such_option=1), TypeError, "no_such_option"),
         (lambda: build(lr=-1.0), ValueError, "-1.0"),
         (lambda: build(cls=torch.optim.LBFGS), ValueError, "LBFGS"),
-        (lambda: build(overlap_with_ddp=True), NotImplementedError, "overlap_with_ddp"),
+        (lambda: build(check_every=0), ValueError, "check_every"),
         (lambda: build(bucket_mb=-1), ValueError, "bucket_mb"),
     ]
     for number, (do, expected, shows) in enumerate(bad):
