@@ -31,7 +31,10 @@ from onecopy import (
 )
 
 HOOKS = {"plain": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+# They share their code; the quick tests try the second in one place.
+EVERY_HOOK = pytest.mark.parametrize(
+    "hook", ["plain", pytest.param("interleaved", marks=pytest.mark.slow)]
+)
 
 
 class Pair:
@@ -111,7 +114,7 @@ def test_every_class_steps_from_the_first_backward_on(world: World, hook: str, c
 
 
 @distributed(2, 4)
-@EVERY_HOOK
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(
     "ddp",
     [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}],

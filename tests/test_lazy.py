@@ -111,7 +111,7 @@ def waits(model: Any, what: str, optimizer: ZeroRedundancyOptimizer) -> None:
         optimizer.wait()
 
 
-@distributed(2, 3)
+@distributed(2)
 @pytest.mark.parametrize(
     "what",
     ["forward", "eval", "state_dict", "part's state_dict", "assert_replicas_equal", "detach", ""],
