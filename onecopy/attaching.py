@@ -72,8 +72,9 @@ class Attaches(Parts):
             lazy_gather,
             self._announce_backward,
         )
-        # Hooks would go on taking gradients away from whoever comes next.
-        weakref.finalize(self, attachment.detach).atexit = False
+        # Else hooks would go on taking gradients away from whoever comes next.
+        self._last_will = weakref.finalize(self, attachment.detach)
+        self._last_will.atexit = False
         logger.info(
             "attached: gradients are sharded during backward and param.grad is None after it; clip "
             "with optimizer.clip_grad_norm_, scale with onecopy.GradScaler"
@@ -83,7 +84,7 @@ class Attaches(Parts):
         """Undo :meth:`attach`. Gradients that were not used are dropped."""
         if self._attachment is None:
             raise RuntimeError("the optimizer is not attached")
-        self._attachment.detach()
+        self._last_will()
         self._attachment = None
 
     def wait(self) -> None:
@@ -109,22 +110,26 @@ class Attaches(Parts):
             return torch.nn.utils.clip_grad_norm_(
                 self._roster.params, max_norm, norm_type, error_if_nonfinite
             )
-        attachment = self._looked_at()
-        return attachment.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+        self._complete_gradients()
+        return self._attachment.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients. Collective in attached mode."""
         if self._attachment is None:
             gradients = [p.grad for p in self._roster.params if p.grad is not None]
             return torch.nn.utils.get_total_norm(gradients, norm_type)
-        return self._looked_at().norm(float(norm_type))
+        self._complete_gradients()
+        return self._attachment.norm(float(norm_type))
 
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """The averaged gradient of a parameter, on all ranks. Collective in attached mode."""
         index = next((i for i, p in enumerate(self._roster.params) if p is param), None)
         if index is None:
             raise ValueError("full_grad(p): p is not a parameter of this optimizer")
-        return param.grad if self._attachment is None else self._looked_at().full_gradient(index)
+        if self._attachment is None:
+            return param.grad
+        self._complete_gradients()
+        return self._attachment.full_gradient(index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
@@ -132,16 +137,14 @@ class Attaches(Parts):
         if self._attachment is not None:
             self._attachment.drop()
 
-    def _looked_at(self) -> Attachment:
-        """The attachment, with the gradients of what was unfrozen since the last step."""
-        attachment = self._attached("this")
+    def _complete_gradients(self) -> None:
+        """Take in what was unfrozen since the last step, before somebody looks at gradients."""
         if self._join_config.enable and self.world_size > 1:
             raise RuntimeError(
                 "inside Join, ranks that have run out of inputs do not take part in norms, "
                 "clipping, full_grad or loss scaling, and the others would wait for them for ever"
             )
         self._follow_changes()
-        return attachment
 
     def _announce_backward(self) -> Party | None:
         return self._announce(Turn.BACKWARD) if self._join_config.enable else None

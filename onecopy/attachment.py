@@ -46,11 +46,9 @@ class Attachment:
         self._is_scaled = False  # while a step is taken by our scaler
         self._shards = shards
         self._announce = weakref.WeakMethod(announce)
-        self._known = len(shards.plan.buckets)
+        self._reduced = len(shards.plan.buckets)  # those that no backward can have missed
         self.divides_by_all = True  # also by ranks that have joined
         self.reducer = Reducer(transport, reduce_dtype)
-        self.reducer.prepare(shards.plan, shards.roster.params)
-        shards.reducer = self.reducer
         if isinstance(module, DistributedDataParallel):
             self.feed: Feed = DDPFeed(module, self.reducer, transport)
             modules = [module, module.module]
@@ -58,12 +56,10 @@ class Attachment:
             _send_from_first_rank(transport, module)
             self.feed = ModuleFeed(module, self.reducer, self._begin, self.drop)
             modules = [module]
-        self.feed.follow(shards.roster.params)
         self._lazy = LazyWaits(module, shards.gatherer) if lazy_gather else None
-        if self._lazy is not None:
-            self._lazy.follow(shards.plan, shards.roster.params)
-            shards.gathers_lazily = True
-            shards.settle()
+        shards.gathers_lazily = lazy_gather
+        shards.follower = self
+        shards.settle()
         self._patches = [_ZeroGrad(each, self.drop) for each in modules]
 
     def _begin(self) -> None:
@@ -83,21 +79,23 @@ class Attachment:
         joined = len(party.borrowers) if party is not None and not self.divides_by_all else 0
         self.reducer.share = 1 / (world - joined)
 
-    def follow(self) -> None:
-        """Take in parameters that were added to the plan; their gradients are still local."""
-        first, self._known = self._known, len(self._shards.plan.buckets)
-        if first == self._known:
-            return
-        self.feed.follow(self._shards.roster.params)
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        """The plan, or the memory of the parameters, is another one."""
+        self.reducer.prepare(plan, params)
+        self.feed.follow(params)
         if self._lazy is not None:
-            self._lazy.follow(self._shards.plan, self._shards.roster.params)
-        self.reducer.catch_up(first)
+            self._lazy.follow(plan, params)
+
+    def catch_up(self) -> None:
+        """Parameters were added to the plan, on all ranks; their gradients are still local."""
+        first, self._reduced = self._reduced, len(self._shards.plan.buckets)
+        if first < self._reduced:
+            self.reducer.catch_up(first)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Those of this rank's pieces, for a step."""
         self._require_finished()
-        params = self._shards.roster.params
-        local = [i for i in self.reducer.planned if params[i].grad is not None]
+        local = self.reducer.not_reduced()
         if local:
             raise RuntimeError(
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
@@ -118,17 +116,15 @@ class Attachment:
         self.feed.reset()
 
     def detach(self) -> None:
-        if self._shards.reducer is not self.reducer:
-            return  # already
         self.drop()
         self.feed.remove()
+        for patch in self._patches:
+            patch.remove()
+        self._shards.follower = None
         if self._lazy is not None:
             self._lazy.remove()
             self._shards.gathers_lazily = False
             self._shards.settle()
-        for patch in self._patches:
-            patch.remove()
-        self._shards.reducer = None
 
     # ------------------------------------------------------------------ looking at gradients
 
@@ -153,9 +149,16 @@ class Attachment:
                 grad.mul_(factor.to(grad.device))
 
     @torch.no_grad()
-    def unscale(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
+    def unscale(
+        self, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> torch.Tensor:
         """Undo the scaling of the loss; whether any rank has found an infinity or NaN."""
         self._require_finished()
+        if not allow_fp16 and any(p.dtype == torch.float16 for p in self._shards.roster.params):
+            raise ValueError(
+                "gradients of float16 parameters cannot be unscaled, as with torch's scaler: keep "
+                "the parameters in float32 and use torch.autocast"
+            )
         of_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in self.reducer.gradients():
             if grad is not None and grad.numel():

@@ -188,11 +188,6 @@ _Switch._hook.__annotations__.update(
 _switches: weakref.WeakKeyDictionary[DistributedDataParallel, _Switch] = weakref.WeakKeyDictionary()
 
 
-def is_fed(ddp: DistributedDataParallel) -> bool:
-    """Whether an optimizer is attached already."""
-    return ddp in _switches and _switches[ddp].feed is not None
-
-
 def has_foreign_hook(ddp: DistributedDataParallel) -> bool:
     """Whether somebody else has registered a communication hook."""
     return bool(getattr(ddp, "_comm_hooks", ())) and ddp not in _switches

@@ -9,7 +9,6 @@ everything is awaited at once.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,10 +56,8 @@ class LazyWaits:
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         if not self._knows:
             self._fired.add(module)
-        if self._knows and module.training and torch.is_grad_enabled():
-            self._gatherer.wait(self._buckets[module])
-        else:
-            self._gatherer.wait()
+        trains = self._knows and module.training and torch.is_grad_enabled()
+        self._gatherer.wait(self._buckets.get(module) if trains else None)
 
     def _after_all(self, *_: Any) -> None:
         if not self._knows:
@@ -99,7 +96,7 @@ class _NoWaits(LazyWaits):
     def __init__(self) -> None:
         self._gatherer = _Nothing()
         self._knows = True
-        self._buckets = collections.defaultdict(list)
+        self._buckets = {}
 
 
 class _Nothing(Gatherer):

@@ -195,7 +195,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         self._shards.look_for_modules()
         self._shards.settle()
         if self._attachment is not None:
-            self._attachment.follow()
+            self._attachment.catch_up()
 
     def _add_to_base(self, group: dict[str, Any]) -> None:
         """The base class's checks, without its defaults: a group may be of another class, and the
@@ -240,8 +240,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
             agree(self._transport, what, prepare)
         self._shards.is_confirmed = True
         self._shards.settle()
-        if self._attachment is not None and unfrozen:
-            self._attachment.follow()
+        if self._attachment is not None:
+            self._attachment.catch_up()
 
     # ------------------------------------------------------------------ step
 

@@ -17,7 +17,7 @@ checkpointed model) goes into a second round, which all ranks take if one needs 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -39,6 +39,7 @@ class Lane:
 
     bucket: int
     segments: tuple[Segment, ...]
+    params: frozenset[int]  # that have a segment in it
     ranges: tuple[tuple[int, int], ...]  # what each rank owns in it
     wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
     slot: torch.Tensor
@@ -87,6 +88,9 @@ class Reducer:
 
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """Follow a plan. What is held stays, if the plan only grew."""
+        if plan is self._plan:  # only the memory of parameters is another
+            self._views = [(piece.param, self._view(piece)) for piece in self._my_pieces()]
+            return
         if plan.buckets[: len(self._lanes)] != self._plan.buckets:
             self.drop()
             self._lanes = []
@@ -94,26 +98,28 @@ class Reducer:
         self._lanes += [self._lane(n) for n in range(len(self._lanes), len(plan.buckets))]
         self._lanes_of = {}
         for number, lane in enumerate(self._lanes):
-            for index in dict.fromkeys(segment.param for segment in lane.segments):
+            for index in lane.params:
                 self._lanes_of.setdefault(index, []).append(number)
         self._outgoing, self._incoming = Staging(IN_FLIGHT), Staging(IN_FLIGHT)
         for lane in self._lanes:
             self._outgoing.demand(lane.bucket, lane.numel, lane.wire)
             self._incoming.demand(lane.bucket, self._room(lane), lane.wire)
-        self._views = [
-            (piece.param, self._view(piece)) for piece in plan.pieces(self._transport.rank)
-        ]
+        self._views = [(piece.param, self._view(piece)) for piece in self._my_pieces()]
+
+    def _my_pieces(self) -> Iterator[Piece]:
+        return self._plan.pieces(self._transport.rank)
 
     def _lane(self, number: int) -> Lane:
         plan, rank = self._plan, self._transport.rank
         segments = tuple(plan.segments(number))
         param = self._params[segments[0].param]
         ranges = tuple(plan.range_of(number, owner) for owner in range(plan.world_size))
-        dtype = self._reduce_dtype if self._can_be_cast(param) else None
+        dtype = self._reduce_dtype if param.is_floating_point() else None  # complex stay so
         start, stop = ranges[rank]
         return Lane(
             number,
             segments,
+            frozenset(segment.param for segment in segments),
             ranges,
             wire=torch.empty(0, dtype=dtype or grad_dtype(param), device=param.device),
             slot=torch.zeros(stop - start, dtype=grad_dtype(param), device=param.device),
@@ -121,9 +127,6 @@ class Reducer:
             has_equal_slots=plan.has_equal_slots(number)
             and self._transport.reduces_equal_slots(param.device),
         )
-
-    def _can_be_cast(self, param: torch.Tensor) -> bool:
-        return param.is_floating_point()
 
     def _room(self, lane: Lane) -> int:
         """Elements of staging for what comes from the other ranks."""
@@ -166,10 +169,8 @@ class Reducer:
         """A backward has begun, on all ranks."""
         self._judge()
         trainable = list(map(attrgetter("requires_grad"), self._params))
-        missing = [
-            len({s.param for s in lane.segments if trainable[s.param]}) for lane in self._lanes
-        ]
-        self._phase = _Phase(missing)
+        frozen = {index for index in self._lanes_of if not trainable[index]}
+        self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
 
     @torch.no_grad()
     def arrived(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
@@ -217,15 +218,19 @@ class Reducer:
     def _leftovers(self) -> dict[int, torch.Tensor]:
         """Gradients that came when their bucket had left."""
         found: dict[int, torch.Tensor] = {}
+        for index in self.not_reduced():
+            param = self._params[index]
+            assert param.grad is not None
+            found[index] = self._laid_out(index, param.grad)
+            param.grad = None
+        return found
+
+    def not_reduced(self) -> list[int]:
+        """The planned parameters that have a gradient of this rank alone."""
         gradients = list(map(attrgetter("grad"), self._params))
         if all(map(is_, gradients, repeat(None))):  # nearly always, and there may be thousands
-            return found
-        for index in self._lanes_of:
-            grad = gradients[index]
-            if grad is not None:
-                found[index] = self._laid_out(index, grad)
-                self._params[index].grad = None
-        return found
+            return []
+        return [index for index in self._lanes_of if gradients[index] is not None]
 
     def _laid_out(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if grad.layout is not torch.strided:

@@ -29,8 +29,9 @@ class GradScaler(TorchGradScaler):
                 optimizer, inv_scale, found_inf, allow_fp16
             )
             return found
-        looked_at: Any = optimizer
-        return {found_inf.device: looked_at._looked_at().unscale(inv_scale, found_inf)}
+        attached: Any = optimizer
+        attached._complete_gradients()
+        return {found_inf.device: attachment.unscale(inv_scale, found_inf, allow_fp16)}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,12 +19,17 @@ from onecopy.gatherer import Gatherer
 from onecopy.intake import GroupPolicy
 from onecopy.local import LocalOptimizer
 from onecopy.plan import Plan
-from onecopy.reducer import Reducer
 from onecopy.roster import Roster
 from onecopy.transport import Transport
 from onecopy.watch import HomeWatch, MemoryWatch
 
 Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
+
+
+class Follower(Protocol):
+    """Somebody who must know of every change of the plan or of the memory."""
+
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
 
 
 class Shards:
@@ -42,7 +47,7 @@ class Shards:
         self._memory = MemoryWatch()
         self._in_modules = HomeWatch(())
         self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
-        self.reducer: Reducer | None = None  # in attached mode
+        self.follower: Follower | None = None  # in attached mode
 
     # ------------------------------------------------------------------ changing
 
@@ -111,8 +116,8 @@ class Shards:
             self._homes.adopt(self.plan, self.roster.params)
         self.local.rebind()
         self.gatherer.prepare(self.plan, self.roster.params, self._homes, self.gathers_lazily)
-        if self.reducer is not None:
-            self.reducer.prepare(self.plan, self.roster.params)
+        if self.follower is not None:
+            self.follower.follow(self.plan, self.roster.params)
         self._memory.remember(self.roster.planned(self.plan))
         self._left_out = [self.roster.params[i] for i in self.roster.unplanned(self.plan)]
 

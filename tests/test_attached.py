@@ -693,6 +693,19 @@ def test_an_optimizer_that_is_gone_leaves_gradients_alone(world: World, feed: st
 
 
 @distributed(1, 2)
+@EVERY_FEED
+def test_detach_lets_go_of_the_gradients_memory(world: World, feed: str) -> None:
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    for _ in range(2):
+        twins.backward()
+        reducer = weakref.ref(twins.optimizer._attachment.reducer)
+        twins.optimizer.detach()
+        gc.collect()
+        assert reducer() is None
+        twins.optimizer.attach(twins.ddp)
+
+
+@distributed(1, 2)
 def test_a_module_that_returns_a_parameter_gains_no_hooks(world: World) -> None:
     class Returns(Mlp):
         def forward(self, x: torch.Tensor) -> Any:

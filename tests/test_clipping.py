@@ -12,6 +12,7 @@ from attached import EVERY_FEED, AttachedTwins
 from harness import World, distributed
 from models import BranchNet, MixedNet, Mlp, TiedNet
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
@@ -95,6 +96,32 @@ def test_a_norm_that_is_not_finite(world: World, feed: str) -> None:
     with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
         twins.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert math.isnan(twins.optimizer.clip_grad_norm_(1.0))
+
+
+@distributed(2, 3)
+@EVERY_FEED
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, -math.inf, 0.5])
+def test_a_nan_in_one_ranks_share_is_seen_by_all(world: World, feed: str, norm_type: float) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    if world.rank == 0:
+        twins.model.second.bias.register_hook(lambda grad: grad * math.nan)
+    twins.ddp(twins.batch()).backward()
+    norms: list[Any] = [None] * world.size
+    dist.all_gather_object(norms, float(twins.optimizer.grad_norm(norm_type)))
+    assert all(map(math.isnan, norms)), norms
+
+
+@distributed(1, 2)
+def test_norms_do_not_follow_the_default_device(world: World) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), SGD, "module", lr=0.1)
+    twins.backward()
+    for norm_type in (2.0, math.inf):
+        expected = clip_grad_norm_(twins.plain_model.parameters(), math.inf, norm_type)
+        with torch.device("meta"):
+            found = twins.optimizer.grad_norm(norm_type)
+        torch.testing.assert_close(found, expected)
 
 
 @distributed(1, 2)
@@ -184,6 +211,19 @@ def test_torchs_scaler_is_told_to_be_ours(world: World, feed: str) -> None:
     scaler.scale(twins.ddp(twins.batch())).backward()
     with pytest.raises(RuntimeError, match=r"onecopy\.GradScaler"):
         scaler.step(twins.optimizer)
+
+
+@distributed(1, 2)
+@EVERY_FEED
+def test_float16_parameters_cannot_be_unscaled_as_with_torchs(world: World, feed: str) -> None:
+    model = nn.Linear(3, 2, dtype=torch.float16)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    module = DistributedDataParallel(model) if feed == "ddp" else model
+    optimizer.attach(module)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(module(torch.ones(1, 3, dtype=torch.float16)).sum()).backward()
+    with pytest.raises(ValueError, match="float16 parameters cannot be unscaled"):
+        scaler.unscale_(optimizer)
 
 
 @distributed(1, 2)

@@ -196,6 +196,25 @@ def test_parts_evaluation_and_loading_see_what_they_need(world: World, how: str)
 
 
 @distributed(2, 3)
+@EVERY_FEED
+def test_a_load_that_makes_another_plan_is_followed(world: World, feed: str) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp(), AdamW, feed, attach=LAZY, lr=0.01)
+    other = AdamW(Mlp().parameters(), lr=0.02, fused=True)
+    for _ in range(2):
+        twins.backward()
+        twins.step()
+    for optimizer in (twins.plain, twins.optimizer):
+        optimizer.load_state_dict(other.state_dict())
+    for _ in range(3):
+        with Delays(world):
+            twins.backward()
+            twins.step()
+    twins.assert_same()
+    assert twins.optimizer.param_groups[0]["fused"]
+
+
+@distributed(2, 3)
 def test_groups_that_are_added_are_awaited_too(world: World) -> None:
     torch.manual_seed(0)
     model = Mlp()
