@@ -21,6 +21,7 @@ from onecopy.buffers import flat_range, is_dense
 from onecopy.feeds import DDPFeed, Feed, ModuleFeed, has_foreign_hook
 from onecopy.join import Party
 from onecopy.lazy import LazyWaits
+from onecopy.local import GradientsOf
 from onecopy.norm import clip_coefficient, total_norm
 from onecopy.plan import Piece, Plan
 from onecopy.reducer import Reducer
@@ -48,7 +49,7 @@ class Attachment:
         self._announce = weakref.WeakMethod(announce)
         self._reduced = len(shards.plan.buckets)  # those that no backward can have missed
         self.divides_by_all = True  # also by ranks that have joined
-        self.reducer = Reducer(transport, reduce_dtype)
+        self.reducer = Reducer(transport, reduce_dtype, shards.local.master_dtype)
         if isinstance(module, DistributedDataParallel):
             self.feed: Feed = DDPFeed(module, self.reducer, transport)
             modules = [module, module.module]
@@ -92,8 +93,8 @@ class Attachment:
         if first < self._reduced:
             self.reducer.catch_up(first)
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Those of this rank's pieces, for a step."""
+    def gradients(self) -> GradientsOf:
+        """Those of this rank's pieces, bucket by bucket as they are needed, for a step."""
         self._require_finished()
         local = self.reducer.not_reduced()
         if local:
@@ -101,7 +102,7 @@ class Attachment:
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
                 "backwards since the last step were inside no_sync(). Do the last one outside of it"
             )
-        return self.reducer.gradients()
+        return self.reducer.gradients_in
 
     def _require_finished(self) -> None:
         if self.reducer.is_active:
@@ -154,13 +155,16 @@ class Attachment:
     ) -> torch.Tensor:
         """Undo the scaling of the loss; whether any rank has found an infinity or NaN."""
         self._require_finished()
-        if not allow_fp16 and any(p.dtype == torch.float16 for p in self._shards.roster.params):
+        gradients_here = self.reducer.gradients()
+        narrow = [p for p in self._shards.roster.params if p.dtype == torch.float16]
+        if narrow and not allow_fp16 and self._shards.local.master_dtype is None:
             raise ValueError(
-                "gradients of float16 parameters cannot be unscaled, as with torch's scaler: keep "
-                "the parameters in float32 and use torch.autocast"
+                "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
+                "the optimizer with master_dtype=torch.float32, or keep the parameters in float32 "
+                "and use torch.autocast"
             )
         of_device: dict[torch.device, list[torch.Tensor]] = {}
-        for grad in self.reducer.gradients():
+        for grad in gradients_here:
             if grad is not None and grad.numel():
                 of_device.setdefault(grad.device, []).append(grad)
         for device, gradients in of_device.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -93,6 +94,22 @@ def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     of_a = places.as_strided(a.shape, a.stride(), (a_start - base) // size)
     of_b = places.as_strided(b.shape, b.stride(), (b_start - base) // size)
     return bool(torch.isin(of_a.contiguous(), of_b.contiguous()).any())
+
+
+@dataclass(slots=True)
+class Copies:
+    """Pairs of equally shaped views, copied by one call."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.targets.append(target)
+        self.sources.append(source)
+
+    def run(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
 
 
 class FlatHomes:

@@ -10,7 +10,9 @@ import torch
 
 from onecopy.archive import TensorEntry, ValueEntry
 from onecopy.fragments import Fragment, dotted, leaves
-from onecopy.portrait import Portrait, is_torchs
+from onecopy.kinds import is_torchs
+from onecopy.pieces import MASTER
+from onecopy.portrait import Portrait
 from onecopy.saved import Entry, SavedState, SavedValue, form_of_saved
 from onecopy.saving import classes_of
 
@@ -20,6 +22,7 @@ class Findings:
     missing: set[str] = field(default_factory=set)
     unexpected: set[str] = field(default_factory=set)
     mismatched: set[str] = field(default_factory=set)
+    rebuilt: set[str] = field(default_factory=set)  # master copies that are not there
     unfit: set[str] = field(default_factory=set)  # parameters that cannot be loaded
 
     @property
@@ -27,7 +30,9 @@ class Findings:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def as_json(self) -> list[list[str]]:
-        return [sorted(self.missing), sorted(self.unexpected), sorted(self.mismatched)]
+        return [
+            sorted(keys) for keys in (self.missing, self.unexpected, self.mismatched, self.rebuilt)
+        ]
 
 
 def compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> Findings:
@@ -39,6 +44,23 @@ def compare(portrait: Portrait, tree: Mapping[str, Any], saved: SavedState) -> F
         found.mismatched.add(f"{name} ({difference})")
         found.unfit.add(name)
     return found
+
+
+def without_masters_not_in(
+    saved: SavedState, tree: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """The tree without the master copies that the checkpoint lacks, and their keys: they can be
+    made anew."""
+    lacking = {
+        name
+        for name, state in tree["state"].items()
+        if MASTER in state and MASTER not in saved.states.get(name, {})
+    }
+    states = {
+        name: {key: v for key, v in state.items() if key != MASTER or name not in lacking}
+        for name, state in tree["state"].items()
+    }
+    return {**tree, "state": states}, {_key(name, MASTER) for name in lacking}
 
 
 def of_other_classes(portrait: Portrait, saved: SavedState) -> dict[str, str]:
@@ -63,7 +85,7 @@ def _compare_states(
         there = saved.states.get(name)
         if there is None:
             # It was frozen, or had no gradient; if that is known not to be so, it is missing.
-            if saved.frozen is not None and name not in saved.frozen:
+            if expected and saved.frozen is not None and name not in saved.frozen:
                 found.missing |= {_key(name, path) for path in expected}
                 found.unfit.add(name)
             continue
@@ -104,6 +126,8 @@ def with_saved_forms(
         if there is None or not portrait.may_change_form(index) or not portrait.local.of(param):
             continue
         expected = _by_path(state.get(name, {}))
+        if MASTER not in expected:  # no state of the class, and not wanted here
+            there = {path: value for path, value in there.items() if path != MASTER}
         outlines = {
             path: _outline(portrait, index, value.entry, expected.get(path))
             for path, value in there.items()

@@ -8,14 +8,13 @@ small pieces are packed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from onecopy.buffers import FlatHomes, Staging, flat_range, is_dense
+from onecopy.buffers import Copies, FlatHomes, Staging, flat_range, is_dense
 from onecopy.kinds import Kind
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Part, Pending, Transport
@@ -23,22 +22,6 @@ from onecopy.transport import Part, Pending, Transport
 IN_FLIGHT = 3
 # Below this, a message of its own costs more than a copy.
 _WORTH_ITS_OWN_MESSAGE = 64 * 1024
-
-
-@dataclass(slots=True)
-class Copies:
-    """Pairs of equally shaped views, copied by one call."""
-
-    targets: list[torch.Tensor] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.targets.append(target)
-        self.sources.append(source)
-
-    def run(self) -> None:
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
 
 
 @dataclass(slots=True)
@@ -58,30 +41,43 @@ class Transfer:
 
 
 class Gatherer:
+    """Sends what the owners have updated, bucket by bucket::
+
+    for bucket in gatherer.order:
+        ...  # this rank's part of the bucket is updated
+        gatherer.start(bucket)
+    gatherer.finish()
+    """
+
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._params: Sequence[torch.Tensor] = ()
         self._transfers: list[Transfer] = []
         self._launched: dict[int, Pending] = {}  # by bucket, those nobody has waited for
+        self._is_lazy = False
+        self.order: Sequence[int] = ()  # in which the buckets are to be started
 
     def prepare(
-        self, plan: Plan, params: Sequence[torch.Tensor], homes: FlatHomes | None, at_once: bool
+        self, plan: Plan, params: Sequence[torch.Tensor], homes: FlatHomes | None, lazy: bool
     ) -> None:
         """Decide how each bucket travels. To be repeated when the plan or a storage changes.
 
-        ``at_once``: all buckets may be under way together, so none shares its staging.
+        ``lazy``: leave the waiting to who uses the parameters. Then all buckets may be under way
+        together, so none shares its staging; and they leave in the order in which the next forward
+        wants them, which is the reverse of that in which backward completes them.
         """
         self.wait()
+        self._is_lazy = lazy
+        buckets = range(len(plan.buckets))
+        self.order = buckets[::-1] if lazy else buckets
         self._params = [params[index] for index in sorted(plan.params)]
         self._transfers = []
         if self._transport.world_size == 1:
             return
-        memory = [param.detach() for param in params]
-        staging = Staging(max(IN_FLIGHT, len(plan.buckets)) if at_once else IN_FLIGHT)
-        routes = [
-            _route(_Site(self._transport, homes, plan, memory, bucket))
-            for bucket in range(len(plan.buckets))
-        ]
+        # Not seen by autograd, which is told once for all.
+        memory = [param.data for param in params]
+        staging = Staging(max(IN_FLIGHT, len(buckets)) if lazy else IN_FLIGHT)
+        routes = [_route(_Site(self._transport, homes, plan, memory, b)) for b in buckets]
         for turn, route in enumerate(routes):
             if route.staged:
                 staging.demand(turn, route.staged, route.like)
@@ -89,24 +85,20 @@ class Gatherer:
             buffer = staging.reserve(turn, route.staged, route.like) if route.staged else None
             self._transfers.append(route.transfer(buffer))
 
-    def gather(self) -> None:
-        """Bring the owners' values of all planned parameters to this rank."""
-        under_way: deque[tuple[Transfer, Pending]] = deque()
-        with torch.no_grad(), torch.profiler.record_function("onecopy::gather"):
-            for transfer in self._transfers:
-                if len(under_way) == IN_FLIGHT:
-                    _finish(*under_way.popleft())
-                under_way.append((transfer, transfer.start(self._transport)))
-            while under_way:
-                _finish(*under_way.popleft())
-            self._tell_autograd()
+    def start(self, bucket: int) -> None:
+        """Send this rank's part of a bucket, and receive the others', in the background."""
+        if not self._transfers:
+            return
+        if not self._is_lazy and len(self._launched) == IN_FLIGHT:
+            self.wait([next(iter(self._launched))])
+        with torch.no_grad(), torch.profiler.record_function(f"onecopy::gather {bucket}"):
+            self._launched[bucket] = self._transfers[bucket].start(self._transport)
 
-    def launch(self) -> None:
-        """The same without waiting. ``prepare(at_once=True)`` must have been called."""
-        with torch.no_grad(), torch.profiler.record_function("onecopy::launch"):
-            for bucket, transfer in enumerate(self._transfers):
-                self._launched[bucket] = transfer.start(self._transport)
-            self._tell_autograd()
+    def finish(self) -> None:
+        """All buckets have been started: wait for them, unless that is left to others."""
+        if not self._is_lazy:
+            self.wait()
+        self._tell_autograd()
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Until these buckets, or all, have arrived."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from onecopy.buffers import fills_its_storage, first_overlap, is_dense
 from onecopy.kinds import Kind, choose_kind, update_cost
+from onecopy.pieces import updated_in
 from onecopy.plan import ParamSpec
 
 # Keys of a parameter group that are ours or torch's, not options of the optimizer class.
@@ -134,9 +135,13 @@ def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
     return first.device if isinstance(first, torch.Tensor) else None
 
 
-def check_options(check_every: int | None) -> None:
+def check_options(check_every: int | None, master_dtype: Any) -> None:
     if check_every is not None and check_every < 1:
         raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
+    if master_dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"master_dtype must be torch.float32, torch.float64 or None, got {master_dtype!r}"
+        )
 
 
 def is_trainable(param: torch.Tensor) -> bool:
@@ -166,12 +171,13 @@ def policy_of(
     default_class: type[Optimizer],
     defaults: Mapping[str, Any],
     partition: str,
+    master_dtype: torch.dtype | None = None,
 ) -> GroupPolicy:
     """The class and the kind of a group; keywords of the constructor go to ``default_class``."""
     cls = group.get("optimizer_class", default_class)
     check_class(cls)
     options = {**(defaults if cls is default_class else {}), **options_of(group)}
-    dtypes = dict.fromkeys(param.dtype for param in group["params"])
+    dtypes = dict.fromkeys(updated_in(param.dtype, master_dtype) for param in group["params"])
     kind = choose_kind(cls, options, group.get("partition", partition), dtypes)
     return GroupPolicy(
         cls,

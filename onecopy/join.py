@@ -21,8 +21,8 @@ from torch.distributed.algorithms.join import JoinHook
 
 from onecopy.buffers import flat_range, in_layout_of, is_dense
 from onecopy.intake import options_of
-from onecopy.local import grad_dtype
 from onecopy.parcels import NotPlain, decode, encode, receive_tensors, send_tensors
+from onecopy.pieces import grad_dtype
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,14 @@ from onecopy.loading import LoadReport
 from onecopy.loading import load as load_checkpoint
 from onecopy.naming import names_of
 from onecopy.parts import Parts
+from onecopy.pieces import MASTER
 from onecopy.plan import Plan
 from onecopy.portrait import Portrait
-from onecopy.restore import Loadable, checked, load
+from onecopy.restore import Loadable, checked, load, load_masters
 from onecopy.saving import require_name, save
 from onecopy.stateful import ShardedState
+
+logger = logging.getLogger("onecopy")
 
 
 class KeepsState(Parts):
@@ -77,6 +81,7 @@ class KeepsState(Parts):
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
         if self._plan is not plan:
             self._shards.settle()
+        self._load_masters(loadable)
         for group, inner, saved in zip(
             self.param_groups, self._local.param_groups, loadable.groups, strict=True
         ):
@@ -88,6 +93,23 @@ class KeepsState(Parts):
             group.update(options_of(inner))
         self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._full_state.forget("a state dict was loaded after the last consolidation")
+
+    def _load_masters(self, loadable: Loadable) -> None:
+        lacking, unused = load_masters(self._local, loadable)
+        if self.rank == 0 and lacking:
+            logger.warning(
+                "what was loaded has no master copies (%s) of %d parameters: they were rebuilt "
+                "from the parameters",
+                MASTER,
+                lacking,
+            )
+        if self.rank == 0 and unused:
+            logger.warning(
+                "what was loaded has master copies (%s) of %d parameters, and this optimizer keeps "
+                "none: they were left out. To use them, build it with master_dtype=torch.float32",
+                MASTER,
+                unused,
+            )
 
     # ------------------------------------------------------------------ sharded checkpoints
 
@@ -223,7 +245,7 @@ class KeepsState(Parts):
             return []
 
         agree(self._transport, "loading a checkpoint", prepare)
-        pieces = portrait.pieces_from(state)
+        pieces, masters = portrait.pieces_from(state)
         said, _ = self._transport.minimum_and_maximum(portrait.beginnings(pieces))
         pieces = portrait.without(pieces, portrait.names_not_begun(said))
-        self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces))
+        self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces, masters))

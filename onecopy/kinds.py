@@ -360,3 +360,13 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_torchs(name: str) -> bool:
+    """Whether a class is one of torch.optim: these keep all their state by parameter, in a form
+    that does not change."""
+    return name.startswith("torch.optim.")

@@ -24,12 +24,18 @@ from onecopy.archive import (
     parse_metadata,
     read_metadata,
 )
-from onecopy.comparing import Findings, compare, of_other_classes, with_saved_forms
+from onecopy.comparing import (
+    Findings,
+    compare,
+    of_other_classes,
+    with_saved_forms,
+    without_masters_not_in,
+)
 from onecopy.exchange import Exchange
 from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
 from onecopy.naming import BY_INDEX
-from onecopy.portrait import Portrait
+from onecopy.portrait import Masters, PieceStates, Portrait
 from onecopy.progress import Progress
 from onecopy.reader import Reader
 from onecopy.restore import Loadable
@@ -47,6 +53,11 @@ class LoadReport(NamedTuple):
     missing: tuple[str, ...] = ()  # the optimizer needs it, the checkpoint lacks it
     unexpected: tuple[str, ...] = ()  # the checkpoint has it, the optimizer has no place for it
     mismatched: tuple[str, ...] = ()  # of another shape, dtype or kind
+    rebuilt: tuple[str, ...] = ()  # master copies it lacks: made anew from the parameters
+
+    @property
+    def fits(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
         lines = []
@@ -96,8 +107,10 @@ def load(
             # From here on for the plan and with the options that are to be.
             changed = [{**ours, **theirs} for ours, theirs in zip(groups, options, strict=True)]
             portrait = replace(portrait, roster=shards.roster, plan=shards.plan, groups=changed)
-            tree = with_saved_forms(portrait, portrait.tree(live=False), saved)
+            tree, rebuilt = without_masters_not_in(saved, portrait.tree(live=False))
+            tree = with_saved_forms(portrait, tree, saved)
             found = compare(portrait, tree, saved)
+            found.rebuilt = rebuilt
             if (
                 live
                 and found.unfit
@@ -109,14 +122,16 @@ def load(
                     "build the optimizer with these options (fused) before loading"
                 )
             if not (strict and found.any):
-                pieces = _read(portrait, tree, saved, found, reader, exchange)
-                take = _Take(portrait, options, saved, pieces, _kept(portrait, found))
+                pieces, masters = _read(portrait, tree, saved, found, reader, exchange)
+                kept, kept_masters = _kept(portrait, found)
+                masters |= kept_masters
+                take = _Take(portrait, options, saved, pieces, kept, masters)
         return found.as_json()
 
     def decide(reports: list[Any]) -> list[list[str]]:
         together = [sorted(set().union(*lists)) for lists in zip(*reports, strict=True)]
         report = LoadReport(*map(tuple, together))
-        if strict and any(report):
+        if strict and not report.fits:
             raise ValueError(
                 f"{directory} does not fit this optimizer; nothing was changed\n{report}\n"
                 "If this is meant to be, load(path, strict=False) takes what fits"
@@ -143,8 +158,9 @@ class _Take:
     portrait: Portrait
     options: Sequence[Mapping[str, Any]]
     saved: SavedState
-    pieces: dict[torch.Tensor, dict[str, Any]]
-    kept: dict[torch.Tensor, dict[str, Any]]  # of parameters that do not fit, what they have
+    pieces: PieceStates
+    kept: PieceStates  # of parameters that do not fit, what they have
+    masters: Masters
 
     def loadable(self, transport: Transport) -> Loadable:
         """Without the state that did not exist when it was saved. Collective."""
@@ -153,7 +169,7 @@ class _Take:
             said, _ = transport.minimum_and_maximum(self.portrait.beginnings(self.pieces))
             not_begun = self.portrait.names_not_begun(said)
         begun = self.portrait.without(self.pieces, not_begun)
-        return Loadable({}, {}, self.options, {**begun, **self.kept})
+        return Loadable({}, {}, self.options, {**begun, **self.kept}, self.masters)
 
 
 def _read(
@@ -163,8 +179,8 @@ def _read(
     found: Findings,
     reader: Reader,
     exchange: Exchange,
-) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state of this rank's pieces of the parameters that fit."""
+) -> tuple[PieceStates, Masters]:
+    """The state of this rank's pieces of the parameters that fit, and their master copies."""
     total = sum(leaf.nbytes for _, leaf in leaves(tree["state"]) if isinstance(leaf, Fragment))
     with Progress("loading", total, portrait.rank == 0) as bar:
 
@@ -180,16 +196,13 @@ def _read(
     return portrait.pieces_from(states)
 
 
-def _kept(portrait: Portrait, found: Findings) -> dict[torch.Tensor, dict[str, Any]]:
-    """The live state of parameters that do not fit."""
+def _kept(portrait: Portrait, found: Findings) -> tuple[PieceStates, Masters]:
+    """The live state and the master copies of parameters that do not fit."""
     live = portrait.local.state
-    return {
-        owned.tensor: dict(live[owned.tensor])
-        for name, param in zip(portrait.names, portrait.roster.params, strict=True)
-        if name in found.unfit
-        for owned in portrait.local.of(param)
-        if owned.tensor in live
-    }
+    params = zip(portrait.names, portrait.roster.params, strict=True)
+    unfit = [o for name, p in params if name in found.unfit for o in portrait.local.of(p)]
+    states = {o.tensor: dict(live[o.tensor]) for o in unfit if o.tensor in live}
+    return states, {o.tensor: o.tensor.detach().clone() for o in unfit if o.has_master}
 
 
 def _share_metadata(transport: Transport, directory: Path) -> tuple[str, bytes]:

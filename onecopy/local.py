@@ -1,78 +1,34 @@
 """The user's optimizer class, unmodified, on what this rank owns.
 
-For each class there is one inner optimizer. Its parameters are this rank's pieces: 1-D views of
-the real parameters, or the user's own parameter object where a piece is all of it, so that with
-one rank the inner optimizer is exactly the plain one. A piece has a gradient only while a step
-runs; where the parameter has none, the piece has none, and the class skips it as ever.
+For each class there is one inner optimizer. Its parameters are this rank's pieces (``pieces.py``),
+which are the user's own parameter objects wherever a piece is all of a parameter, so that with one
+rank the inner optimizer is exactly the plain one. A piece has a gradient only while a step runs;
+where the parameter has none, the piece has none, and the class skips it as ever.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from onecopy.buffers import flat_range, in_layout_of
 from onecopy.intake import options_of
-from onecopy.kinds import step_without_hooks
-from onecopy.plan import Piece, Plan
+from onecopy.kinds import class_name, is_torchs, step_without_hooks
+from onecopy.pieces import MASTER, Holdings, Masters, OwnedPiece, updated_in
+from onecopy.plan import Plan
+
+# The gradients of this rank's pieces in a bucket; None: those of the parameters themselves.
+GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
 
 
-@dataclass(slots=True, eq=False)
-class OwnedPiece:
-    """A piece of this rank, and the tensor by which the inner optimizer knows it."""
-
-    piece: Piece
-    param: torch.Tensor  # the user's
-    tensor: torch.Tensor  # `param` itself, or a 1-D view of it
-
-    @property
-    def is_whole(self) -> bool:
-        return self.tensor is self.param
-
-    @classmethod
-    def of(cls, piece: Piece, param: torch.Tensor, cut: bool) -> OwnedPiece:
-        return cls(piece, param, _view(param, piece) if cut else param)
-
-    def rebind(self) -> None:
-        """Follow the parameter to the memory it has now."""
-        if not self.is_whole:
-            self.tensor.data = flat_range(self.param.detach(), self.piece.start, self.piece.stop)
-
-
-def _view(param: torch.Tensor, piece: Piece) -> torch.nn.Parameter:
-    view = torch.nn.Parameter(flat_range(param.detach(), piece.start, piece.stop))
-    if grad_dtype(param) != view.dtype:
-        view.grad_dtype = grad_dtype(param)
-    return view
-
-
-def grad_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient; recent releases let it be another than its own."""
-    found: torch.dtype | None = getattr(param, "grad_dtype", None)
-    return param.dtype if found is None else found
-
-
-class Holdings:
-    """This rank's pieces: in the order of the plan, and by parameter."""
-
-    def __init__(self, pieces: Iterable[OwnedPiece] = ()) -> None:
-        self.pieces: list[OwnedPiece] = []
-        self.of: dict[torch.Tensor, list[OwnedPiece]] = {}
-        self.of_cut: dict[torch.Tensor, list[OwnedPiece]] = {}  # no more than a few per bucket
-        for owned in pieces:
-            self.add(owned)
-
-    def add(self, owned: OwnedPiece) -> None:
-        self.pieces.append(owned)
-        self.of.setdefault(owned.param, []).append(owned)
-        if not owned.is_whole:
-            self.of_cut.setdefault(owned.param, []).append(owned)
+def of_the_parameters(_: int) -> None:
+    """The ``GradientsOf`` of drop-in mode."""
 
 
 @dataclass(slots=True)
@@ -81,6 +37,27 @@ class Inner:
 
     optimizer: Optimizer
     groups: list[int]
+
+    @property
+    def steps_by_bucket(self) -> bool:
+        """Whether it may be stepped on a part of its parameters at a time: a class that keeps all
+        its state by parameter, as torch's do. Others may count their steps."""
+        optimizer = self.optimizer
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return is_torchs(class_name(type(optimizer))) and not hooks
+
+    @contextlib.contextmanager
+    def narrowed(self, params: Sequence[list[torch.Tensor]]) -> Iterator[None]:
+        """While the block runs, the groups hold these parameters only."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group, some in zip(groups, params, strict=True):
+            group["params"] = some
+        try:
+            yield
+        finally:
+            for group, everything in zip(groups, before, strict=True):
+                group["params"] = everything
 
 
 @dataclass(slots=True)
@@ -110,11 +87,22 @@ class _InnerBefore:
         self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
 
 
+Turn = tuple[Inner, list[list[torch.Tensor]]]  # what it has in a bucket, by its groups
+
+
 class LocalOptimizer:
     """All inner optimizers as one: ``param_groups`` and ``state`` as a plain optimizer has them."""
 
-    def __init__(self, default_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        default_class: type[Optimizer],
+        defaults: Mapping[str, Any],
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.master_dtype = master_dtype
         self._held = Holdings()
+        self.masters = Masters(self._held)
+        self._known_turns: dict[int, list[Turn]] | None = None  # until pieces or groups change
         self._inners: dict[type[Optimizer], Inner] = {}
         self._default_class = default_class
         self._defaults = dict(defaults)
@@ -132,8 +120,8 @@ class LocalOptimizer:
         known = {owned.piece.param for owned in self.pieces}
         for piece in plan.pieces(rank):
             if piece.param not in known:
-                param = params[piece.param]
-                self._held.add(OwnedPiece.of(piece, param, cut=piece.param in plan.cut_params))
+                cut = piece.param in plan.cut_params
+                self._held.add(OwnedPiece.of(piece, params[piece.param], cut, self.master_dtype))
 
     def disown(self) -> None:
         """Let go of all pieces and of their state, to own those of another plan."""
@@ -203,7 +191,14 @@ class LocalOptimizer:
                 return {}
         except Exception:  # a class that takes no such toy is not one that makes state at once
             return {}
-        return dict(self.construct(cls, [{"params": list(params), **options}]).state)
+        like = {p: self._in_master_dtype(p) for p in params}
+        made = self.construct(cls, [{"params": list(like.values()), **options}]).state
+        return {param: made[tensor] for param, tensor in like.items() if tensor in made}
+
+    def _in_master_dtype(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter as its inner optimizer would see it."""
+        dtype = updated_in(param.dtype, self.master_dtype)
+        return param if dtype == param.dtype else torch.nn.Parameter(param.detach().to(dtype))
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""
@@ -223,6 +218,7 @@ class LocalOptimizer:
             self._held, self._inners = Holdings(pieces), inners
             for inner in before:
                 inner.restore()
+            self.rebind()
 
         return undo
 
@@ -231,8 +227,11 @@ class LocalOptimizer:
         return self._held.of.get(param, [])
 
     def rebind(self) -> None:
+        """Pieces, groups, or the memory of the parameters are others."""
         for owned in self.pieces:
             owned.rebind()
+        self.masters = Masters(self._held)
+        self._known_turns = None
 
     # ------------------------------------------------------------------ as one optimizer
 
@@ -287,54 +286,124 @@ class LocalOptimizer:
 
     # ------------------------------------------------------------------ step
 
-    def step(self, closure: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Step every inner optimizer once, on the gradients bound to it; the first one's result."""
-        results = []
-        for inner in self._inners.values():
+    def step(
+        self,
+        closure: Any,
+        kwargs: Mapping[str, Any],
+        gradients: GradientsOf,
+        order: Sequence[int],
+        updated: Callable[[int], None],
+    ) -> Any:
+        """Step every inner optimizer once; the first one's result.
+
+        It happens bucket by bucket, in this order, where the class allows it, and ``updated`` is
+        told of each bucket at once, so that it travels while the next one is computed.
+        """
+        is_plain = not kwargs and (closure is None or isinstance(closure, Replay))
+        result = closure.loss if isinstance(closure, Replay) else None
+        by_bucket = []
+        for number, inner in enumerate(self._inners.values()):
+            if is_plain and inner.steps_by_bucket:
+                by_bucket.append(inner)
+                continue
             given = dict(kwargs)
             if closure is not None:
                 given["closure"] = closure.once() if isinstance(closure, Replay) else closure
-            results.append(step_without_hooks(inner.optimizer)(**given))
-        return results[0]
+            with self._bound(order, gradients):
+                own = step_without_hooks(inner.optimizer)(**given)
+            result = own if number == 0 else result
+        for bucket in order:
+            turns = [turn for turn in self._turns().get(bucket, ()) if turn[0] in by_bucket]
+            if turns:
+                with self._bound([bucket], gradients):
+                    for inner, params in turns:
+                        with inner.narrowed(params):
+                            step_without_hooks(inner.optimizer)()
+            updated(bucket)
+        return result
+
+    def _turns(self) -> dict[int, list[Turn]]:
+        """Which inner optimizers have something in which bucket, and what, by their groups."""
+        if self._known_turns is None:
+            self._known_turns = self._find_turns()
+        return self._known_turns
+
+    def _find_turns(self) -> dict[int, list[Turn]]:
+        bucket_of = {owned.tensor: owned.piece.bucket for owned in self.pieces}
+        found: dict[int, list[Turn]] = {}
+        for inner in self._inners.values():
+            groups = inner.optimizer.param_groups
+            of_inner: dict[int, list[list[torch.Tensor]]] = {}
+            for number, group in enumerate(groups):
+                for tensor in group["params"]:
+                    bucket = bucket_of[tensor]
+                    if bucket not in of_inner:
+                        of_inner[bucket] = [[] for _ in groups]
+                    of_inner[bucket][number].append(tensor)
+            for bucket, params in of_inner.items():
+                found.setdefault(bucket, []).append((inner, params))
+        return found
 
     @contextlib.contextmanager
-    def gradients_bound(self) -> Iterator[None]:
-        """Pieces have their parts of the parameters' gradients, without a copy."""
-        for param, pieces in self._held.of_cut.items():
-            if param.grad is not None:
-                grad = in_layout_of(param, param.grad)  # once for all its pieces
-                for owned in pieces:
-                    owned.tensor.grad = flat_range(grad, owned.piece.start, owned.piece.stop)
+    def _bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
+        """The pieces in these buckets have gradients; the user's own come back afterwards."""
+        bound: list[tuple[OwnedPiece, torch.Tensor | None]] = []
+        for bucket in buckets:
+            given = gradients(bucket)
+            if given is None:
+                for owned in self._held.lent.get(bucket, ()):
+                    bound.append((owned, owned.tensor.grad))
+                    owned.tensor.grad = owned.part_of(owned.param.grad)
+            else:
+                for owned, grad in zip(self._held.in_bucket.get(bucket, ()), given, strict=True):
+                    bound.append((owned, owned.tensor.grad))
+                    owned.tensor.grad = owned.fitting(grad)
+        for owned, _ in bound:
+            owned.is_ahead |= owned.tensor.grad is not None
         try:
             yield
         finally:
-            for pieces in self._held.of_cut.values():
-                for owned in pieces:
-                    owned.tensor.grad = None
+            for owned, grad in bound:
+                owned.tensor.grad = grad
 
-    @contextlib.contextmanager
-    def gradients_borrowed(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Pieces have gradients from elsewhere; those of the user's parameters come back after."""
-        own = [owned.tensor.grad for owned in self.pieces]
-        for owned, gradient in zip(self.pieces, gradients, strict=True):
-            owned.tensor.grad = gradient
-        try:
-            yield
-        finally:
-            for owned, gradient in zip(self.pieces, own, strict=True):
-                owned.tensor.grad = gradient
+    def by_bucket(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> dict[int, list[torch.Tensor | None]]:
+        """Gradients of all pieces, in the order of the plan, by their buckets."""
+        found: dict[int, list[torch.Tensor | None]] = collections.defaultdict(list)
+        for owned, grad in zip(self.pieces, gradients, strict=True):
+            found[owned.piece.bucket].append(grad)
+        return found
+
+    # ------------------------------------------------------------------ master copies
+
+    def state_to_save(self, owned: OwnedPiece) -> Mapping[str, Any] | None:
+        """The state of a piece as it is saved: with its master copy, if that has been used."""
+        state: Mapping[str, Any] | None = self.state.get(owned.tensor)
+        if owned.has_master and (state or owned.is_ahead):
+            return {**(state or {}), MASTER: owned.tensor.detach()}
+        return state
+
+    @torch.no_grad()
+    def take_masters(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Master copies that were loaded, by our tensors; others are made anew."""
+        for owned in self._held.masters:
+            found = saved.get(owned.tensor)
+            owned.tensor.copy_(owned.values() if found is None else found)
+            owned.is_ahead = found is not None
+        self.masters.forget()
 
     # ------------------------------------------------------------------ copying
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalOptimizer:
-        """Pieces become views of the copied parameters: a copied view would alias nothing."""
-        new = type(self)(self._default_class, copy.deepcopy(self._defaults, memo))
+        """Pieces of the copied parameters."""
+        defaults = copy.deepcopy(self._defaults, memo)
+        new = type(self)(self._default_class, defaults, self.master_dtype)
         memo[id(self)] = new
         for owned in self.pieces:
-            param = copy.deepcopy(owned.param, memo)
-            tensor = param if owned.is_whole else _view(param, owned.piece)
-            memo[id(owned.tensor)] = tensor
-            new._held.add(OwnedPiece(owned.piece, param, tensor))
+            copied = owned.copied_to(copy.deepcopy(owned.param, memo))
+            memo[id(owned.tensor)] = copied.tensor
+            new._held.add(copied)
         new._inners = {
             cls: Inner(copy.deepcopy(inner.optimizer, memo), list(inner.groups))
             for cls, inner in self._inners.items()

@@ -38,7 +38,7 @@ from onecopy.join import (
     lend_gradients,
 )
 from onecopy.keeping import KeepsState
-from onecopy.local import LocalOptimizer, OwnedState, Replay
+from onecopy.local import GradientsOf, LocalOptimizer, OwnedState, Replay, of_the_parameters
 from onecopy.plan import make_plan
 from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas
@@ -76,6 +76,9 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
             ``onecopy.hook_with_zero_step``. ``step()`` then does nothing.
         partition: ``"auto"`` (by what the class needs), ``"elementwise"`` or ``"whole"``.
         bucket_mb: how much is gathered at once, in MiB.
+        master_dtype: keep a copy in this dtype, float32 as a rule, of every parameter of a narrower
+            one, and update that. The copies are sharded, and part of the state; parameters are
+            gathered in their own dtype.
         check_every: every so many steps, compare the parameters of all ranks.
         **defaults: options of ``optimizer_class``.
     """
@@ -90,6 +93,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         *,
         partition: str = "auto",
         bucket_mb: float = 25,
+        master_dtype: torch.dtype | None = None,
         check_every: int | None = None,
         **defaults: Any,
     ) -> None:
@@ -110,7 +114,9 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         self._check_every = check_every
         self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
         self._steps = 0
-        self._policies = Policies(optimizer_class, partition, self.world_size > 1, defaults)
+        self._policies = Policies(
+            optimizer_class, partition, self.world_size > 1, defaults, master_dtype
+        )
         self._full_state = FullState()
         self._attachment = None
         self._steps_in_backward = bool(overlap_with_ddp)
@@ -118,10 +124,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
-            check_options(check_every)
+            check_options(check_every, master_dtype)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
-            local = LocalOptimizer(optimizer_class, defaults)
+            local = LocalOptimizer(optimizer_class, defaults, master_dtype)
             plan = make_plan([], self.world_size, bucket_mb)
             self._shards = Shards(self._transport, local, plan, parameters_as_bucket_view)
             policies = [self._policies.of(group, defaults) for group in self.param_groups]
@@ -278,40 +284,39 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
     def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
         self._steps += 1
         self._transport.note(f"in step {self._steps}")
-        joined = party is not None and self.rank in party.borrowers
         self.wait()
         self._follow_changes(party)
         if self._check_steps:
             require_agreement(self._transport, "checking a step", self._description())
-        borrowed = None
-        if self._attachment is not None:
-            borrowed = self._attachment.gradients()
-        elif party is not None:
-            borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
-        if not joined and self._attachment is None:
-            self._require_usable_gradients()
+        gradients = self._gradients(party)
         self._local.options_in(self.param_groups)
-        bound = (
-            self._local.gradients_bound()
-            if borrowed is None
-            else self._local.gradients_borrowed(borrowed)
-        )
         self._full_state.forget("the optimizer has stepped since the last consolidation")
         try:
-            with bound, torch.profiler.record_function("onecopy::step"):
-                result = self._local.step(closure, kwargs)
+            with torch.profiler.record_function("onecopy::step"):
+                result = self._shards.step(closure, kwargs, gradients)
         except Exception as error:
             # The other ranks will wait for this one's parameters: tell them why they wait.
             self._transport.note(f"step {self._steps} raised {error!r}", same_place=True)
             raise
         self._local.options_out(self.param_groups)
-        self._shards.gather()
         if self._attachment is not None:
             self._attachment.reducer.clear()
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")
         return result
+
+    def _gradients(self, party: Party | None) -> GradientsOf:
+        """Where this step finds the gradients of the pieces in a bucket."""
+        if self._attachment is not None:
+            return self._attachment.gradients()
+        borrowed = None
+        if party is not None:
+            borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
+        if borrowed is not None:
+            return self._local.by_bucket(borrowed).__getitem__
+        self._require_usable_gradients()
+        return of_the_parameters
 
     def _require_usable_gradients(self) -> None:
         for index in self._plan.cut_params:
@@ -390,7 +395,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
         self._local.options_out(self.param_groups)
-        self._shards.gather()
+        self._shards.send_all()
 
     # ------------------------------------------------------------------ copying
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from onecopy.intake import NOT_OPTIONS, GroupPolicy, constructor_options, flags_of, policy_of
@@ -26,10 +27,11 @@ class Policies:
     partition: str
     is_shared: bool  # by more than one rank
     given: Mapping[str, Any]  # the constructor's keywords
+    master_dtype: torch.dtype | None = None
     _flags: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
-        policy = policy_of(group, self.default_class, defaults, self.partition)
+        policy = policy_of(group, self.default_class, defaults, self.partition, self.master_dtype)
         if policy.differentiable and self.is_shared:
             raise ValueError(
                 "differentiable=True cannot be sharded: no graph leads through a parameter that "

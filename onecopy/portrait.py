@@ -23,12 +23,16 @@ from onecopy.boxes import storage_order
 from onecopy.buffers import is_dense
 from onecopy.fragments import Fragment, Part, rebuilt, replaced
 from onecopy.intake import options_of
-from onecopy.kinds import Kind
-from onecopy.local import LocalOptimizer, OwnedPiece
+from onecopy.kinds import Kind, class_name, is_torchs
+from onecopy.local import LocalOptimizer
 from onecopy.parcels import NotPlain, encode
+from onecopy.pieces import MASTER, OwnedPiece
 from onecopy.plan import Plan
 from onecopy.roster import Roster
 from onecopy.state import require_cut_state
+
+PieceStates = dict[torch.Tensor, dict[str, Any]]  # by the tensors of the inner optimizers
+Masters = dict[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,17 @@ class Portrait:
         return sorted(self.plan.params)
 
     def _state_of(self, index: int, pieces: Sequence[OwnedPiece], live: bool) -> dict[str, Any]:
+        state = self._inner_state_of(index, pieces, live)
+        if not pieces[0].has_master:
+            return state
+        masters = [owned.tensor.detach() for owned in pieces]
+        if pieces[0].is_whole:
+            return {**state, MASTER: Fragment.of_whole(masters[0])}
+        return {**state, MASTER: self._cut_fragment(pieces, masters)}
+
+    def _inner_state_of(
+        self, index: int, pieces: Sequence[OwnedPiece], live: bool
+    ) -> dict[str, Any]:
         # An empty state is none: a class may have looked for one.
         states = [self.local.state.get(owned.tensor) or None if live else None for owned in pieces]
         if any(state is None for state in states):
@@ -125,30 +140,30 @@ class Portrait:
         kind = self.roster.policies[self.roster.entries[index].group].kind
         if kind is Kind.ELEMENTWISE and is_dense(pieces[0].param):
             return self._elementwise_start(index, pieces)
-        return self._whole_start(index, pieces[0].param)
+        return self._whole_start(index, pieces[0].tensor)
 
-    def _whole_start(self, index: int, param: torch.Tensor) -> dict[str, Any]:
+    def _whole_start(self, index: int, tensor: torch.Tensor) -> dict[str, Any]:
         maker = self.maker(index)
 
         def started(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return number_at_start(value)
-            device = param.device if value.is_meta else value.device
+            device = tensor.device if value.is_meta else value.device
             return _started(value, maker.start_of(key), device)
 
         return {
             str(key): replaced(
                 value, (torch.Tensor, int, float), functools.partial(started, str(key))
             )
-            for key, value in maker.state_for(param).items()
+            for key, value in maker.state_for(tensor).items()
         }
 
     def _elementwise_start(self, index: int, pieces: Sequence[OwnedPiece]) -> dict[str, Any]:
-        maker, param = self.maker(index), pieces[0].param
+        maker, tensor = self.maker(index), pieces[0].tensor
         found: dict[str, Any] = {}
-        look = (self.roster.entries[index].group, param.dtype, param.device)
+        look = (self.roster.entries[index].group, tensor.dtype, tensor.device)
         if look not in self._toys:
-            self._toys[look] = maker.state_for_cut(param.dtype, param.device)
+            self._toys[look] = maker.state_for_cut(tensor.dtype, tensor.device)
         for key, value in self._toys[look].items():
             if not isinstance(value, torch.Tensor):
                 found[key] = number_at_start(value)
@@ -208,10 +223,11 @@ class Portrait:
 
     # ------------------------------------------------------------------ reading back
 
-    def pieces_from(self, states: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of each piece, by the tensor of the inner optimizer, from the ``"state"`` of
-        a tree."""
-        found: dict[torch.Tensor, dict[str, Any]] = {}
+    def pieces_from(self, states: Mapping[str, Any]) -> tuple[PieceStates, Masters]:
+        """The state of each piece and its master copy, by the tensor of the inner optimizer, from
+        the ``"state"`` of a tree."""
+        found: PieceStates = {}
+        masters: Masters = {}
         for index in self._indices():
             state = states.get(self.names[index])
             pieces = self.local.of(self.roster.params[index]) if state is not None else ()
@@ -220,8 +236,10 @@ class Portrait:
                     key: replaced(value, Fragment, functools.partial(_taken, number))
                     for key, value in (state or {}).items()
                 }
+                if owned.has_master and MASTER in of_piece:
+                    masters[owned.tensor] = of_piece.pop(MASTER)
                 found[owned.tensor] = self._in_its_containers(index, owned, of_piece)
-        return found
+        return found, masters
 
     # ------------------------------------------------------------------ state that did not exist
 
@@ -378,17 +396,8 @@ class Portrait:
     def _in_its_containers(self, index: int, owned: OwnedPiece, state: Any) -> dict[str, Any]:
         """Files know lists and string keys only; state of other forms is like the class makes."""
         if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
-            state = rebuilt(self.maker(index).state_for(owned.param), state)
+            state = rebuilt(self.maker(index).state_for(owned.tensor), state)
         return dict(state)
-
-
-def class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def is_torchs(name: str) -> bool:
-    """Whether a class is one of torch.optim, which do not change the form of their state."""
-    return name.startswith("torch.optim.")
 
 
 def _written(options: Mapping[str, Any]) -> str:

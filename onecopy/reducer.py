@@ -17,19 +17,20 @@ checkpointed model) goes into a second round, which all ranks take if one needs 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
 
-from onecopy.buffers import Staging, flat_range, in_layout_of, is_dense
-from onecopy.local import grad_dtype
+from onecopy.buffers import Copies, Staging, flat_range, in_layout_of, is_dense
+from onecopy.pieces import grad_dtype, updated_in
 from onecopy.plan import Piece, Plan, Segment
 from onecopy.transport import Pending, Transport
 
 IN_FLIGHT = 3
+_WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
 _TAGS_FROM = 1 << 16  # apart from those of the gathers
 
 
@@ -70,14 +71,22 @@ class _Phase:
 class Reducer:
     """Sums the gradients of the planned parameters over the ranks, each rank its own slots."""
 
-    def __init__(self, transport: Transport, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        reduce_dtype: torch.dtype | None,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
         self._transport = transport
         self._reduce_dtype = reduce_dtype
+        self._master_dtype = master_dtype
         self._params: Sequence[torch.Tensor] = ()
         self._plan = Plan(transport.world_size, 1)
         self._lanes: list[Lane] = []
         self._lanes_of: dict[int, list[int]] = {}
-        self._views: list[tuple[int, torch.Tensor]] = []  # per piece: its parameter, its gradient
+        # For each piece in a bucket: its parameter, and where its gradient is.
+        self._views: list[list[tuple[int, torch.Tensor]]] = []
         self._phase: _Phase | None = None
         self._flights: deque[_Flight] = deque()
         self._verdict: tuple[torch.Tensor, Pending] | None = None
@@ -89,7 +98,7 @@ class Reducer:
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """Follow a plan. What is held stays, if the plan only grew."""
         if plan is self._plan:  # only the memory of parameters is another
-            self._views = [(piece.param, self._view(piece)) for piece in self._my_pieces()]
+            self._views = self._all_views()
             return
         if plan.buckets[: len(self._lanes)] != self._plan.buckets:
             self.drop()
@@ -104,10 +113,14 @@ class Reducer:
         for lane in self._lanes:
             self._outgoing.demand(lane.bucket, lane.numel, lane.wire)
             self._incoming.demand(lane.bucket, self._room(lane), lane.wire)
-        self._views = [(piece.param, self._view(piece)) for piece in self._my_pieces()]
+        self._views = self._all_views()
 
-    def _my_pieces(self) -> Iterator[Piece]:
-        return self._plan.pieces(self._transport.rank)
+    def _all_views(self) -> list[list[tuple[int, torch.Tensor]]]:
+        rank = self._transport.rank
+        return [
+            [(piece.param, self._view(piece)) for piece in self._plan.pieces_in(lane.bucket, rank)]
+            for lane in self._lanes
+        ]
 
     def _lane(self, number: int) -> Lane:
         plan, rank = self._plan, self._transport.rank
@@ -116,13 +129,15 @@ class Reducer:
         ranges = tuple(plan.range_of(number, owner) for owner in range(plan.world_size))
         dtype = self._reduce_dtype if param.is_floating_point() else None  # complex stay so
         start, stop = ranges[rank]
+        summed = updated_in(param.dtype, self._master_dtype)
+        summed = grad_dtype(param) if summed == param.dtype else summed
         return Lane(
             number,
             segments,
             frozenset(segment.param for segment in segments),
             ranges,
             wire=torch.empty(0, dtype=dtype or grad_dtype(param), device=param.device),
-            slot=torch.zeros(stop - start, dtype=grad_dtype(param), device=param.device),
+            slot=torch.zeros(stop - start, dtype=summed, device=param.device),
             numel=plan.buckets[number].numel,
             has_equal_slots=plan.has_equal_slots(number)
             and self._transport.reduces_equal_slots(param.device),
@@ -274,20 +289,24 @@ class Reducer:
         self, lane: Lane, buffer: torch.Tensor, gradients: Mapping[int, torch.Tensor]
     ) -> None:
         """Every gradient to its place, times the share of this rank."""
-        targets, sources = [], []
+        copies = Copies()
         for segment in lane.segments:
             numel = segment.stop - segment.start
             target = buffer.narrow(0, segment.offset, numel)
             grad = gradients.get(segment.param)
             if grad is None:
                 target.zero_()
+                continue
+            source = flat_range(grad, segment.start, segment.stop)
+            if numel >= _WORTH_ITS_OWN_CALL and source.dtype == target.dtype and self.share != 1:
+                torch.mul(source, self.share, out=target)  # the memory is touched once
             elif numel:
-                targets.append(target)
-                sources.append(flat_range(grad, segment.start, segment.stop))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-            if self.share != 1:
-                torch._foreach_mul_(targets, self.share)
+                copies.add(target, source)
+        copies.run()
+        if copies.targets and self.share != 1:
+            # A number would be rounded to 16-bit gradients' own dtype first; a tensor is not.
+            share = torch.tensor(self.share, dtype=torch.float64, device=buffer.device)
+            torch._foreach_mul_(copies.targets, share)
 
     def _send(self, lane: Lane, buffer: torch.Tensor) -> _Flight:
         rank, world = self._transport.rank, self._transport.world_size
@@ -348,8 +367,16 @@ class Reducer:
     def gradients(self) -> list[torch.Tensor | None]:
         """The gradients of this rank's pieces, in the order of the plan."""
         self.settle()
+        return [grad for lane in self._lanes for grad in self.gradients_in(lane.bucket)]
+
+    @torch.no_grad()
+    def gradients_in(self, bucket: int) -> list[torch.Tensor | None]:
+        """The same for one bucket: the others may still be on their way."""
+        self._judge()
+        while any(flight.lane.bucket == bucket for flight in self._flights):
+            self._land()
         present = self._present
-        return [view if index in present else None for index, view in self._views]
+        return [view if index in present else None for index, view in self._views[bucket]]
 
     def present(self) -> set[int]:
         """The parameters that have a gradient."""

@@ -11,13 +11,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from onecopy.buffers import flat_range, in_layout_of
 from onecopy.intake import options_of
-from onecopy.local import Inner, LocalOptimizer, OwnedPiece
+from onecopy.local import Inner, LocalOptimizer
+from onecopy.pieces import MASTER, OwnedPiece
 from onecopy.state import Numbering
 
 
@@ -30,6 +31,7 @@ class Loadable:
     groups: Sequence[Mapping[str, Any]]
     # State that is cut already, and ours to keep, by the tensors of the inner optimizers.
     pieces: Mapping[torch.Tensor, Mapping[str, Any]] = field(default_factory=dict)
+    masters: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # likewise
 
 
 def checked(
@@ -76,7 +78,7 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
         )
     for key, value in state.items():
         odd = isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape
-        if cuttable and odd:
+        if odd and (cuttable or key == MASTER):
             raise ValueError(
                 f"the state {key!r} of parameter {number} has shape {tuple(value.shape)}, the "
                 f"parameter {tuple(param.shape)}: is the state dict of another model or "
@@ -94,7 +96,9 @@ def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[s
     numbering = Numbering.of(inner.optimizer.param_groups)
     state: dict[Any, Any] = {
         numbering.ids[owned.tensor]: {
-            key: _part_of(owned, value) for key, value in loadable.states[owned.param].items()
+            key: _part_of(owned, value)
+            for key, value in loadable.states[owned.param].items()
+            if key != MASTER
         }
         for owned in local.pieces
         if owned.param in loadable.states and owned.tensor in numbering.ids
@@ -107,6 +111,29 @@ def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[s
         for number, ids in zip(inner.groups, numbering.groups, strict=True)
     ]
     return {"state": {**state, **copy.deepcopy(loadable.common)}, "param_groups": groups}
+
+
+class MasterReport(NamedTuple):
+    """Parameters whose master copies are on one side only."""
+
+    lacking: int  # here, and not in what was loaded
+    unused: int  # in what was loaded, and not here
+
+
+def load_masters(local: LocalOptimizer, loadable: Loadable) -> MasterReport:
+    """Give the master copies what was saved of them; others are made anew."""
+    found, lacking, unused = dict(loadable.masters), set(), set()
+    for owned in local.pieces:
+        state = loadable.states.get(owned.param, {})
+        saved = state.get(MASTER)
+        if not owned.has_master:
+            unused |= {owned.param} if saved is not None else set()
+        elif isinstance(saved, torch.Tensor):
+            found[owned.tensor] = _part_of(owned, saved)
+        elif owned.tensor not in found and (state or loadable.pieces.get(owned.tensor)):
+            lacking.add(owned.param)
+    local.take_masters(found)
+    return MasterReport(len(lacking), len(unused))
 
 
 def _part_of(owned: OwnedPiece, value: Any) -> Any:

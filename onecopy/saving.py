@@ -25,8 +25,9 @@ from typing import Any
 from onecopy.agreement import agree
 from onecopy.archive import Place, TensorEntry, parse_metadata, read_metadata
 from onecopy.fragments import Fragment, Path_, leaves
+from onecopy.kinds import class_name
 from onecopy.naming import BY_INDEX
-from onecopy.portrait import Portrait, class_name
+from onecopy.portrait import Portrait
 from onecopy.progress import Progress
 from onecopy.stateful import flattened
 from onecopy.transport import Transport

@@ -17,7 +17,7 @@ import torch
 from onecopy.buffers import FlatHomes
 from onecopy.gatherer import Gatherer
 from onecopy.intake import GroupPolicy
-from onecopy.local import LocalOptimizer
+from onecopy.local import GradientsOf, LocalOptimizer
 from onecopy.plan import Plan
 from onecopy.roster import Roster
 from onecopy.transport import Transport
@@ -146,12 +146,29 @@ class Shards:
                 self._memory.require_same_form()
             self.settle()
 
-    def gather(self) -> None:
-        """Bring the owners' values of all parameters to this rank."""
-        if self.gathers_lazily:
-            self.gatherer.launch()
-        else:
-            self.gatherer.gather()
+    def step(self, closure: Any, kwargs: Mapping[str, Any], gradients: GradientsOf) -> Any:
+        """Update this rank's pieces, and bring all ranks' to all; what the class's step returns."""
+        self.local.masters.follow_params()
+        order = self.gatherer.order
+        result = self.local.step(closure, kwargs, gradients, order, self._send)
+        self._finish_sending()
+        return result
+
+    def send_all(self) -> None:
+        """This rank's pieces were updated: bring all ranks' to all."""
+        for bucket in self.gatherer.order:
+            self._send(bucket)
+        self._finish_sending()
+
+    def _send(self, bucket: int) -> None:
+        self.local.masters.write_back(bucket)
+        self.gatherer.start(bucket)
+
+    def _finish_sending(self) -> None:
+        self.gatherer.finish()
+        if self._transport.world_size == 1:
+            self.local.masters.tell_autograd()
+        self.local.masters.remember()
 
     # ------------------------------------------------------------------ telling, copying
 
@@ -159,7 +176,8 @@ class Shards:
         """What all ranks must hold alike."""
         return [
             f"bucket_mb={self.plan.bucket_bytes / 2**20:g}, "
-            f"parameters_as_bucket_view={self._homes is not None}",
+            f"parameters_as_bucket_view={self._homes is not None}, "
+            f"master_dtype={self.local.master_dtype}",
             *self.roster.description(groups, self.plan, with_storage=self._homes is not None),
         ]
 

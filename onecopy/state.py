@@ -121,10 +121,9 @@ def take_stock(local: LocalOptimizer) -> tuple[Manifest, list[torch.Tensor]]:
     manifest = Manifest()
     numbers: dict[str, int] = {}
     flats: list[torch.Tensor] = []
-    states = local.state
     for owned in local.pieces:
         tensors: list[torch.Tensor] = []
-        held = states.get(owned.tensor)
+        held = local.state_to_save(owned)
         try:
             encoded = None if held is None else encode(dict(held), tensors)
             if held is not None and not owned.is_whole:

@@ -19,6 +19,7 @@ import torch
 
 from onecopy.blueprint import tensors_in
 from onecopy.fragments import Fragment, replaced
+from onecopy.pieces import MASTER
 from onecopy.portrait import Portrait
 
 if TYPE_CHECKING:  # DCP brings half of torch.distributed, which training does not need
@@ -182,10 +183,9 @@ class ShardedState:
         portrait = self._portrait()
         tree = unflattened(state_dict, portrait) if self._flatten else state_dict
         _require_parts(tree["state"])
-        incomplete = sorted(
-            name for name, state in tree["state"].items() if not _is_complete(state)
-        )
-        state = replaced(tree["state"], BoxTensor, BoxTensor.loaded)
+        states = {name: _without_master_not_read(state) for name, state in tree["state"].items()}
+        incomplete = sorted(name for name, state in states.items() if not _is_complete(state))
+        state = replaced(states, BoxTensor, BoxTensor.loaded)
         groups = [replaced(group, BoxTensor, _value) for group in tree["param_groups"]]
         self._adopt(portrait, state, groups, incomplete)
 
@@ -199,6 +199,16 @@ def _require_parts(states: Mapping[str, Any]) -> None:
                     f"the state of {name} holds plain tensors: this is for what dcp.load has read "
                     "into sharded(). For a full state dict use optimizer.load_state_dict"
                 )
+
+
+def _without_master_not_read(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A checkpoint may lack master copies (``allow_partial_load``): they can be made anew."""
+    others = [tensor for key in state if key != MASTER for tensor in tensors_in(state[key])]
+    master = state.get(MASTER)
+    was_read = isinstance(master, BoxTensor) and master.incoming is not None
+    if was_read or not any(isinstance(t, BoxTensor) and t.incoming is not None for t in others):
+        return state
+    return {key: value for key, value in state.items() if key != MASTER}
 
 
 def _is_complete(state: Any) -> bool:

@@ -247,7 +247,7 @@ def test_gathering_allocates_nothing(world: World, bucket_view: bool) -> None:
     take_a_step(optimizer, params)
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
-        optimizer._shards.gatherer.gather()
+        optimizer._shards.send_all()
     allocated = [event for event in profile.events() if event.cpu_memory_usage > 0]
     assert not allocated, [(event.name, event.cpu_memory_usage) for event in allocated]
 

@@ -23,6 +23,7 @@ ORDER = (
     "transport",
     "parcels",
     "buffers",
+    "pieces",
     "intake",
     "policies",
     "roster",
