@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from onecopy import ZeroRedundancyOptimizer
 
 dist.init_process_group("gloo")
+torch.manual_seed(0)
 model = DDP(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)))
-optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 checkpoint = Path("minimal.pt")
 start = 0
 

@@ -516,5 +516,5 @@ def test_a_dtype_that_cannot_be_a_masters_is_refused(world: World, bad: Any) -> 
 
 @distributed(2)
 def test_ranks_that_disagree_on_masters_are_told(world: World) -> None:
-    with pytest.raises(ValueError, match="ranks disagree.*\n.*master_dtype"):
+    with pytest.raises(ValueError, match=r"ranks disagree.*\n.*master_dtype"):
         ours(Net(), SGD, lr=0.1, master_dtype=FP32 if world.rank else None)
