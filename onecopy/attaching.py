@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from typing import Any
 
 import torch
 
 from onecopy.agreement import agree
 from onecopy.attachment import Attachment, require_attachable
-from onecopy.join import Party, Turn
+from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
 from onecopy.parts import Parts
 
@@ -110,16 +111,18 @@ class Attaches(Parts):
             return torch.nn.utils.clip_grad_norm_(
                 self._roster.params, max_norm, norm_type, error_if_nonfinite
             )
-        self._complete_gradients()
-        return self._attachment.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+        norm: torch.Tensor = self._look(
+            "clip", float(max_norm), float(norm_type), bool(error_if_nonfinite)
+        )
+        return norm
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients. Collective in attached mode."""
         if self._attachment is None:
             gradients = [p.grad for p in self._roster.params if p.grad is not None]
             return torch.nn.utils.get_total_norm(gradients, norm_type)
-        self._complete_gradients()
-        return self._attachment.norm(float(norm_type))
+        norm: torch.Tensor = self._look("norm", float(norm_type))
+        return norm
 
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """The averaged gradient of a parameter, on all ranks. Collective in attached mode."""
@@ -128,8 +131,8 @@ class Attaches(Parts):
             raise ValueError("full_grad(p): p is not a parameter of this optimizer")
         if self._attachment is None:
             return param.grad
-        self._complete_gradients()
-        return self._attachment.full_gradient(index)
+        whole: torch.Tensor | None = self._look("full_gradient", index)
+        return whole
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
@@ -137,14 +140,26 @@ class Attaches(Parts):
         if self._attachment is not None:
             self._attachment.drop()
 
-    def _complete_gradients(self) -> None:
-        """Take in what was unfrozen since the last step, before somebody looks at gradients."""
-        if self._join_config.enable and self.world_size > 1:
-            raise RuntimeError(
-                "inside Join, ranks that have run out of inputs do not take part in norms, "
-                "clipping, full_grad or loss scaling, and the others would wait for them for ever"
-            )
-        self._follow_changes()
+    def _look(self, method: str, *args: Any) -> Any:
+        """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,
+        also on those that have run out of inputs. What was unfrozen is taken in before."""
+        attachment = self._attached(method)
+        party = self._announce(Turn.LOOK) if self._join_config.enable else None
+        self._follow_changes(party)
+        if party is not None:
+            same_call(self._transport, party, [method, *args])
+        return getattr(attachment, method)(*args)
+
+    def _unscale(self, inv_scale: torch.Tensor, allow_fp16: bool) -> torch.Tensor:
+        """For the scaler: whether any rank has found an infinity or NaN."""
+        scale = float(inv_scale) if self._join_config.enable else inv_scale
+        found: torch.Tensor = self._look("unscale", scale, allow_fp16)
+        return found
+
+    def _skip_step(self) -> None:
+        """The scaler does not take a step that ranks which have joined wait for."""
+        self._announce(Turn.SKIP)
+        self._attached("skip").drop()
 
     def _announce_backward(self) -> Party | None:
         return self._announce(Turn.BACKWARD) if self._join_config.enable else None

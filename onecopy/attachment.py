@@ -150,10 +150,8 @@ class Attachment:
                 grad.mul_(factor.to(grad.device))
 
     @torch.no_grad()
-    def unscale(
-        self, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> torch.Tensor:
-        """Undo the scaling of the loss; whether any rank has found an infinity or NaN."""
+    def unscale(self, inv_scale: torch.Tensor | float, allow_fp16: bool) -> torch.Tensor:
+        """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN."""
         self._require_finished()
         gradients_here = self.reducer.gradients()
         narrow = [p for p in self._shards.roster.params if p.dtype == torch.float16]
@@ -167,13 +165,14 @@ class Attachment:
         for grad in gradients_here:
             if grad is not None and grad.numel():
                 of_device.setdefault(grad.device, []).append(grad)
+        verdict = torch.zeros(1, device=self._transport.control_device)
         for device, gradients in of_device.items():
-            found, inverse = found_inf.to(device, copy=True), inv_scale.to(device)
+            found = torch.zeros(1, device=device)
+            inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-        verdict = found_inf.to(self._transport.control_device, copy=True)
+            verdict = torch.maximum(verdict, found.to(verdict.device))
         self._transport.maximum(verdict).wait()
-        return verdict.to(found_inf.device)
+        return verdict
 
     @contextlib.contextmanager
     def scaled(self) -> Iterator[None]:

@@ -48,6 +48,8 @@ class Turn(enum.Enum):
     """What a rank is about to do together with the others."""
 
     STEP = b"s"
+    SKIP = b"k"  # a step that a scaler does not take
+    LOOK = b"l"  # at gradients of which every rank has a part: norm, clipping, unscaling
     BACKWARD = b"b"  # of an attached bare module, of which nobody else tells the joined ranks
     JOINED = b"j"  # whatever the others do
 
@@ -92,6 +94,13 @@ def follow_lender(
         _follow_options(group, values)
     found: list[int] = theirs
     return found
+
+
+def same_call(transport: Transport, party: Party, mine: Sequence[Any]) -> list[Any]:
+    """The lender's method and arguments, which must be plain, on all ranks."""
+    said = json.dumps(mine).encode() if transport.rank == party.lender else None
+    call: list[Any] = json.loads(transport.broadcast_bytes(said, party.lender))
+    return call
 
 
 def lend_gradients(

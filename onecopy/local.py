@@ -87,7 +87,7 @@ class _InnerBefore:
         self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
 
 
-Turn = tuple[Inner, list[list[torch.Tensor]]]  # what it has in a bucket, by its groups
+Portion = tuple[Inner, list[list[torch.Tensor]]]  # what it has in a bucket, by its groups
 
 
 class LocalOptimizer:
@@ -102,7 +102,9 @@ class LocalOptimizer:
         self.master_dtype = master_dtype
         self._held = Holdings()
         self.masters = Masters(self._held)
-        self._known_turns: dict[int, list[Turn]] | None = None  # until pieces or groups change
+        self._known_portions: dict[int, list[Portion]] | None = (
+            None  # until pieces or groups change
+        )
         self._inners: dict[type[Optimizer], Inner] = {}
         self._default_class = default_class
         self._defaults = dict(defaults)
@@ -231,7 +233,7 @@ class LocalOptimizer:
         for owned in self.pieces:
             owned.rebind()
         self.masters = Masters(self._held)
-        self._known_turns = None
+        self._known_portions = None
 
     # ------------------------------------------------------------------ as one optimizer
 
@@ -313,24 +315,24 @@ class LocalOptimizer:
                 own = step_without_hooks(inner.optimizer)(**given)
             result = own if number == 0 else result
         for bucket in order:
-            turns = [turn for turn in self._turns().get(bucket, ()) if turn[0] in by_bucket]
-            if turns:
+            portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
+            if portions:
                 with self._bound([bucket], gradients):
-                    for inner, params in turns:
+                    for inner, params in portions:
                         with inner.narrowed(params):
                             step_without_hooks(inner.optimizer)()
             updated(bucket)
         return result
 
-    def _turns(self) -> dict[int, list[Turn]]:
+    def _portions(self) -> dict[int, list[Portion]]:
         """Which inner optimizers have something in which bucket, and what, by their groups."""
-        if self._known_turns is None:
-            self._known_turns = self._find_turns()
-        return self._known_turns
+        if self._known_portions is None:
+            self._known_portions = self._find_portions()
+        return self._known_portions
 
-    def _find_turns(self) -> dict[int, list[Turn]]:
+    def _find_portions(self) -> dict[int, list[Portion]]:
         bucket_of = {owned.tensor: owned.piece.bucket for owned in self.pieces}
-        found: dict[int, list[Turn]] = {}
+        found: dict[int, list[Portion]] = {}
         for inner in self._inners.values():
             groups = inner.optimizer.param_groups
             of_inner: dict[int, list[list[torch.Tensor]]] = {}

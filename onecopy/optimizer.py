@@ -36,6 +36,7 @@ from onecopy.join import (
     find_party,
     follow_lender,
     lend_gradients,
+    same_call,
 )
 from onecopy.keeping import KeepsState
 from onecopy.local import GradientsOf, LocalOptimizer, OwnedState, Replay, of_the_parameters
@@ -274,12 +275,22 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
 
     def _take_part_joined(self) -> None:
         """What the others do, on a rank that has run out of inputs."""
-        party = find_party(self._transport, Turn.JOINED)
-        assert party is not None
-        if party.turn is Turn.BACKWARD:
-            self._attached("join").shadow_backward(party)
-        else:
-            self._step(None, {}, party)
+        while True:
+            party = find_party(self._transport, Turn.JOINED)
+            assert party is not None
+            if party.turn is Turn.STEP:
+                self._step(None, {}, party)
+            elif party.turn is Turn.SKIP:
+                self._attached("join").drop()
+            elif party.turn is Turn.BACKWARD:
+                self._attached("join").shadow_backward(party)
+            else:
+                self._follow_changes(party)
+                method, *args = same_call(self._transport, party, ())
+                getattr(self._attached("join"), method)(*args)
+            # Who comes first in Join(...) calls this for every turn, others once per iteration.
+            if self._join_config.is_first_joinable or party.turn in (Turn.STEP, Turn.SKIP):
+                return
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
         self._steps += 1

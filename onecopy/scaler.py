@@ -30,15 +30,18 @@ class GradScaler(TorchGradScaler):
             )
             return found
         attached: Any = optimizer
-        attached._complete_gradients()
-        return {found_inf.device: attachment.unscale(inv_scale, found_inf, allow_fp16)}
+        verdict = attached._unscale(inv_scale, allow_fp16).to(found_inf)
+        return {found_inf.device: torch.maximum(found_inf, verdict)}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""
         attachment: Any = getattr(optimizer, "_attachment", None)
         if attachment is None:
             return super().step(optimizer, *args, **kwargs)
+        attached: Any = optimizer
+        steps = attached._steps
         with attachment.scaled():
             result = super().step(optimizer, *args, **kwargs)
-        attachment.drop()
+        if attached._steps == steps:
+            attached._skip_step()
         return result

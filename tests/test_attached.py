@@ -19,7 +19,6 @@ from models import BranchNet, ConvNet, MixedNet, Mlp, TiedNet, generator
 from test_parity import CASES, weights_and_biases
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
@@ -717,15 +716,3 @@ def test_a_module_that_returns_a_parameter_gains_no_hooks(world: World) -> None:
     for _ in range(3):
         model(model.batch((1, 1)))[0].backward()
     assert not model.first.weight._backward_hooks
-
-
-@distributed(2)
-def test_clipping_inside_join_is_refused(world: World) -> None:
-    model = Mlp()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
-    optimizer.attach(model)
-    with Join([optimizer]):
-        model(model.batch((1, 1))).backward()
-        with pytest.raises(RuntimeError, match="inside Join"):
-            optimizer.clip_grad_norm_(1.0)
-        optimizer.step()

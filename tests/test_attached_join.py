@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
+
+from onecopy import GradScaler
 
 
 @distributed(2, 3)
@@ -67,6 +70,57 @@ def test_several_backwards_in_a_step_of_a_bare_module(world: World) -> None:
     compare(world, model, expected, exact=False)
 
 
+@distributed(2, 3)
+@EVERY_FEED
+def test_ranks_that_have_joined_take_part_in_clipping(world: World, feed: str) -> None:
+    inputs = uneven(world)
+    model, expected = build(Mlp), build(Mlp)
+    norms: list[float] = []
+
+    def by_hand(_: Any, step: int) -> None:
+        norms.append(float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1 / (step + 1))))
+
+    reference(world, expected, lambda p: SGD(p, lr=0.1), inputs, look=by_hand)
+    opt, found = sharded(model.parameters(), SGD, lr=0.1), []
+
+    def ours(step: int) -> None:
+        full = opt.full_grad(model.first.weight)
+        assert full is not None
+        found.append(float(opt.clip_grad_norm_(0.1 / (step + 1))))
+        assert torch.equal(opt.grad_norm(), opt.grad_norm())
+
+    train(world, model, opt, feed, inputs, look=ours)
+    assert found == pytest.approx(norms[: inputs[world.rank]])
+    compare(world, model, expected, exact=False)
+
+
+@distributed(2, 3)
+@EVERY_FEED
+def test_a_step_that_the_scaler_skips_is_skipped_by_ranks_that_have_joined(
+    world: World, feed: str
+) -> None:
+    """The last rank, alone by then, meets an infinity in its second last step."""
+    inputs = uneven(world)
+    model, expected = build(Mlp), build(Mlp)
+    bad = max(inputs) - 2
+    reference(
+        *(world, expected, lambda p: SGD(p, lr=0.1), inputs),
+        look=lambda _, step: "skip" if step == bad else None,
+    )
+    opt = sharded(model.parameters(), SGD, lr=0.1)
+    module = DistributedDataParallel(model) if feed == "ddp" else model
+    opt.attach(module)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    with Join([module, opt] if feed == "ddp" else [opt]):
+        for step in range(inputs[world.rank]):
+            loss = module(batch_of(model, world.rank, step))
+            scaler.scale(loss * (torch.inf if step == bad else 1.0)).backward()
+            scaler.step(opt)
+            scaler.update()
+            assert scaler.get_scale() == (2.0 if step >= bad else 4.0)
+    compare(world, model, expected, exact=False)
+
+
 def train(
     world: World,
     model: Any,
@@ -75,6 +129,7 @@ def train(
     inputs: list[int],
     divide: bool = True,
     gamma: float | None = None,
+    look: Callable[[int], object] = lambda _: None,
 ) -> None:
     module = DistributedDataParallel(model) if kind == "ddp" else model
     opt.attach(module)
@@ -84,6 +139,7 @@ def train(
         for step in range(inputs[world.rank]):
             opt.zero_grad()
             feed(module, batch_of(model, world.rank, step)).backward()
+            look(step)
             opt.step()
             if scheduler is not None:
                 scheduler.step()

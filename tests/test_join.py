@@ -45,8 +45,9 @@ def reference(
     *,
     divide_by_initial_world_size: bool = True,
     gamma: float | None = None,
+    look: Callable[[Any, int], object] = lambda *_: None,
 ) -> None:
-    """Train `model` by hand as the ranks together should."""
+    """Train `model` by hand as the ranks together should. `look(opt, step)` sees the gradients."""
     opt = make(model.parameters())
     scheduler = None if gamma is None else ExponentialLR(opt, gamma)
     for step in range(max(inputs)):
@@ -62,7 +63,8 @@ def reference(
                     total[number] = part if total[number] is None else total[number] + part
         for param, grad in zip(model.parameters(), total, strict=True):
             param.grad = grad
-        opt.step()
+        if look(opt, step) != "skip":
+            opt.step()
         if scheduler is not None:
             scheduler.step()
 
