@@ -80,6 +80,19 @@ def test_training_is_the_same(world: World, feed: str, model: Any) -> None:
     twins.assert_same()
 
 
+def forbid_reading_ahead(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    """Fail if a module's forward begins while parameters of its own are on their way."""
+
+    def look(module: nn.Module, _: Any) -> None:
+        plan, params = optimizer._plan, optimizer._roster.params
+        own = set(module.parameters(recurse=False))
+        for bucket in optimizer._shards.gatherer._launched:
+            assert not own & {params[segment.param] for segment in plan.segments(bucket)}
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+
+
 def stepped(world: World, model: nn.Module) -> tuple[Any, ZeroRedundancyOptimizer]:
     """After a step whose gathers nobody has waited for."""
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, bucket_mb=1e-4, lr=0.1)
@@ -204,6 +217,7 @@ def test_a_load_that_makes_another_plan_is_followed(world: World, feed: str) -> 
     for _ in range(2):
         twins.backward()
         twins.step()
+    forbid_reading_ahead(twins.model, twins.optimizer)
     for optimizer in (twins.plain, twins.optimizer):
         optimizer.load_state_dict(other.state_dict())
     for _ in range(3):
@@ -223,6 +237,7 @@ def test_groups_that_are_added_are_awaited_too(world: World) -> None:
     )
     model.second.requires_grad_(False)
     optimizer.attach(model, lazy_gather=True)
+    forbid_reading_ahead(model, optimizer)
     for step in range(4):
         if step == 2:
             model.second.requires_grad_(True)
