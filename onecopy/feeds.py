@@ -36,6 +36,10 @@ class Feed(Protocol):
     def remove(self) -> None:
         """Feed nothing any more."""
 
+    @property
+    def foreign_bytes(self) -> int:
+        """Gradient memory of whoever feeds."""
+
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """To be called during a backward; raises ``RuntimeError`` elsewhere."""
@@ -131,6 +135,10 @@ class ModuleFeed:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @property
+    def foreign_bytes(self) -> int:
+        return 0
 
     def __deepcopy__(self, _: Any) -> ModuleFeed:
         """A copied module has copies of the hooks: they feed nobody."""
@@ -268,3 +276,9 @@ class DDPFeed:
     def remove(self) -> None:
         if self._switch.feed is self:
             self._switch.feed = None
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Those of DDP's buckets, which it never gives up."""
+        trained = [param for param in self._params if param.requires_grad]
+        return sum(param.numel() * param.element_size() for param in trained)

@@ -54,6 +54,7 @@ class Gatherer:
         self._params: Sequence[torch.Tensor] = ()
         self._transfers: list[Transfer] = []
         self._launched: dict[int, Pending] = {}  # by bucket, those nobody has waited for
+        self._staging = Staging(IN_FLIGHT)
         self._is_lazy = False
         self.order: Sequence[int] = ()  # in which the buckets are to be started
 
@@ -76,7 +77,7 @@ class Gatherer:
             return
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
-        staging = Staging(max(IN_FLIGHT, len(buckets)) if lazy else IN_FLIGHT)
+        staging = self._staging = Staging(max(IN_FLIGHT, len(buckets)) if lazy else IN_FLIGHT)
         routes = [_route(_Site(self._transport, homes, plan, memory, b)) for b in buckets]
         for turn, route in enumerate(routes):
             if route.staged:
@@ -109,6 +110,11 @@ class Gatherer:
                 pending = self._launched.pop(bucket, None)
                 if pending is not None:
                     _finish(self._transfers[bucket], pending)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that buckets pass through; it is kept between the steps."""
+        return self._staging.nbytes()
 
     def _tell_autograd(self) -> None:
         """What arrives in place does not pass through autograd: without this, a backward through

@@ -398,7 +398,12 @@ class Reducer:
         for lane in self._lanes:
             lane.holds = False
 
-    def held_bytes(self) -> int:
-        """Memory that stays between steps: the slots, and the staging."""
-        slots = sum(lane.slot.nbytes for lane in self._lanes)
-        return slots + self._outgoing.nbytes() + self._incoming.nbytes()
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of this rank's gradients."""
+        return sum(lane.slot.nbytes for lane in self._lanes)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that buckets pass through; it is kept between the steps."""
+        return self._outgoing.nbytes() + self._incoming.nbytes()

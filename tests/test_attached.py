@@ -472,8 +472,10 @@ def test_a_bare_modules_gradients_take_their_share_of_memory(world: World) -> No
     assert all(param.grad is None for param in model.parameters())
     full = 16 * 64 * 64 * 4
     bucket = 64 * 64 * 4
-    held = optimizer._attachment.reducer.held_bytes()
-    assert held <= full / world.size + 3 * 2 * bucket + 1024
+    report = optimizer.memory_report()
+    assert full / world.size <= report.gradients <= full / world.size + 1024
+    assert report.staging <= 3 * 3 * bucket + 1024
+    assert report.ddp_buckets == 0
 
 
 # ---------------------------------------- errors ----------------------------------------

@@ -44,6 +44,7 @@ ORDER = (
     "attachment",
     "scaler",
     "blueprint",
+    "memory",
     "fragments",
     "portrait",
     "stateful",
