@@ -169,11 +169,6 @@ class Attaches(Parts):
     def _announce_backward(self) -> Party | None:
         return self._announce(Turn.BACKWARD) if self._join_config.enable else None
 
-    def _attached(self, method: str) -> Attachment:
-        if self._attachment is None:
-            raise RuntimeError(f"{method}() is for attached mode: call attach(module) first")
-        return self._attachment
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by every GradScaler before a step."""

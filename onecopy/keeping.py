@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from onecopy.agreement import agree
+from onecopy.beginnings import beginnings, names_not_begun, without
 from onecopy.intake import NOT_OPTIONS, options_of
 from onecopy.loading import LoadReport
 from onecopy.loading import load as load_checkpoint
 from onecopy.naming import names_of
+from onecopy.options import options_from, require_all_in
 from onecopy.parts import Parts
 from onecopy.pieces import MASTER
 from onecopy.plan import Plan
@@ -238,14 +240,14 @@ class KeepsState(Parts):
                     f"{', ...' * (len(incomplete) > 5)}: is it complete?"
                 )
             portrait.require_steady_forms()
-            portrait.require_all_in(groups)
-            options.extend(portrait.options_from(groups))
+            require_all_in(portrait, groups)
+            options.extend(options_from(portrait, groups))
             if self.world_size > 1:
                 self._roster.require_plan_fits(self._policies_with(options))
             return []
 
         agree(self._transport, "loading a checkpoint", prepare)
         pieces, masters = portrait.pieces_from(state)
-        said, _ = self._transport.minimum_and_maximum(portrait.beginnings(pieces))
-        pieces = portrait.without(pieces, portrait.names_not_begun(said))
+        said, _ = self._transport.minimum_and_maximum(beginnings(portrait, pieces))
+        pieces = without(portrait, pieces, names_not_begun(portrait, said))
         self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces, masters))

@@ -24,6 +24,7 @@ from onecopy.archive import (
     parse_metadata,
     read_metadata,
 )
+from onecopy.beginnings import beginnings, names_not_begun, without
 from onecopy.comparing import (
     Findings,
     compare,
@@ -35,6 +36,7 @@ from onecopy.exchange import Exchange
 from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
 from onecopy.naming import BY_INDEX
+from onecopy.options import options_from
 from onecopy.portrait import Masters, PieceStates, Portrait
 from onecopy.progress import Progress
 from onecopy.reader import Reader
@@ -98,7 +100,7 @@ def load(
                 shards.local, shards.roster, shards.plan, groups, mine, transport.rank
             )
             others = of_other_classes(portrait, saved)
-            options = portrait.options_from(saved.groups, strict, others)
+            options = options_from(portrait, saved.groups, strict, others)
             params = zip(mine, shards.roster.params, strict=True)
             with_state = {param for name, param in params if name in saved.states}
             with_state -= _made_anew(shards, portrait, saved, reader)
@@ -166,9 +168,9 @@ class _Take:
         """Without the state that did not exist when it was saved. Collective."""
         not_begun = self.saved.not_begun
         if not_begun is None:
-            said, _ = transport.minimum_and_maximum(self.portrait.beginnings(self.pieces))
-            not_begun = self.portrait.names_not_begun(said)
-        begun = self.portrait.without(self.pieces, not_begun)
+            said, _ = transport.minimum_and_maximum(beginnings(self.portrait, self.pieces))
+            not_begun = names_not_begun(self.portrait, said)
+        begun = without(self.portrait, self.pieces, not_begun)
         return Loadable({}, {}, self.options, {**begun, **self.kept}, self.masters)
 
 

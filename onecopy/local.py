@@ -12,14 +12,14 @@ import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from onecopy.inner import Inner, InnerBefore, Replay
 from onecopy.intake import options_of
-from onecopy.kinds import class_name, is_torchs, step_without_hooks
+from onecopy.kinds import step_without_hooks
 from onecopy.pieces import MASTER, Holdings, Masters, OwnedPiece, updated_in
 from onecopy.plan import Plan
 
@@ -29,62 +29,6 @@ GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
 
 def of_the_parameters(_: int) -> None:
     """The ``GradientsOf`` of drop-in mode."""
-
-
-@dataclass(slots=True)
-class Inner:
-    """One optimizer class on this rank, and the numbers of the groups that it serves."""
-
-    optimizer: Optimizer
-    groups: list[int]
-
-    @property
-    def steps_by_bucket(self) -> bool:
-        """Whether it may be stepped on a part of its parameters at a time: a class that keeps all
-        its state by parameter, as torch's do. Others may count their steps."""
-        optimizer = self.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return is_torchs(class_name(type(optimizer))) and not hooks
-
-    @contextlib.contextmanager
-    def narrowed(self, params: Sequence[list[torch.Tensor]]) -> Iterator[None]:
-        """While the block runs, the groups hold these parameters only."""
-        groups = self.optimizer.param_groups
-        before = [group["params"] for group in groups]
-        for group, some in zip(groups, params, strict=True):
-            group["params"] = some
-        try:
-            yield
-        finally:
-            for group, everything in zip(groups, before, strict=True):
-                group["params"] = everything
-
-
-@dataclass(slots=True)
-class _InnerBefore:
-    """What an inner optimizer was, to go back to."""
-
-    inner: Inner
-    groups: list[int]
-    state: MutableMapping[Any, Any]
-    state_entries: dict[Any, Any]
-    param_groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each with a copy of it
-
-    @classmethod
-    def of(cls, inner: Inner) -> _InnerBefore:
-        state = inner.optimizer.state
-        param_groups = [(group, dict(group)) for group in inner.optimizer.param_groups]
-        return cls(inner, list(inner.groups), state, dict(state), param_groups)
-
-    def restore(self) -> None:
-        self.state.clear()
-        self.state.update(self.state_entries)
-        for group, before in self.param_groups:
-            group.clear()
-            group.update(before)
-        self.inner.groups = self.groups
-        self.inner.optimizer.state = self.state  # type: ignore[assignment]
-        self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
 
 
 Portion = tuple[Inner, list[list[torch.Tensor]]]  # what it has in a bucket, by its groups
@@ -214,7 +158,7 @@ class LocalOptimizer:
         """
         pieces = list(self.pieces)
         inners = dict(self._inners)
-        before = [_InnerBefore.of(inner) for inner in inners.values()]
+        before = [InnerBefore.of(inner) for inner in inners.values()]
 
         def undo() -> None:
             self._held, self._inners = Holdings(pieces), inners
@@ -451,31 +395,3 @@ class OwnedState(MutableMapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return sum(len(inner.optimizer.state) for inner in self._local.inners)
-
-
-class Replay:
-    """A closure that has been run: gives its loss to the inner optimizers, once to each.
-
-    Why not the closure itself: it would run once per class and per rank as its optimizer pleases,
-    and every run is a backward in which all ranks must take part.
-    """
-
-    def __init__(self, closure: Callable[[], Any]) -> None:
-        with torch.enable_grad():
-            self.loss = closure()
-
-    def once(self) -> Callable[[], Any]:
-        """The closure for one inner optimizer, which may call it once."""
-        calls = 0
-
-        def loss() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise RuntimeError(
-                    "this optimizer class evaluates its closure more than once per step. Sharded, "
-                    "that cannot work: in between, each rank has moved only its own parameters"
-                )
-            return self.loss
-
-        return loss

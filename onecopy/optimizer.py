@@ -16,30 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
 from onecopy.attaching import Attaches
 from onecopy.full_state import FullState
-from onecopy.intake import (
-    as_groups,
-    check_options,
-    check_tensors,
-    first_device,
-    take_in,
-)
-from onecopy.join import (
-    OptimizerJoinHook,
-    Party,
-    Turn,
-    find_party,
-    follow_lender,
-    lend_gradients,
-    same_call,
-)
+from onecopy.inner import Replay
+from onecopy.intake import as_groups, check_options, check_tensors, first_device, take_in
+from onecopy.join import Party, Turn, follow_lender, lend_gradients
+from onecopy.joining import Joins
 from onecopy.keeping import KeepsState
-from onecopy.local import GradientsOf, LocalOptimizer, OwnedState, Replay, of_the_parameters
+from onecopy.local import GradientsOf, LocalOptimizer, OwnedState, of_the_parameters
 from onecopy.plan import make_plan
 from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas
@@ -53,7 +41,7 @@ logger = logging.getLogger("onecopy")
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(KeepsState, Attaches):
+class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -266,32 +254,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         """Called by a DDP communication hook when all gradients have arrived."""
         self._step(None, {}, self._announce(Turn.STEP))
 
-    def _announce(self, turn: Turn) -> Party | None:
-        """Tell joined ranks, if there may be any, what comes."""
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-        return find_party(self._transport, turn) if self._join_config.enable else None
-
-    def _take_part_joined(self) -> None:
-        """What the others do, on a rank that has run out of inputs."""
-        while True:
-            party = find_party(self._transport, Turn.JOINED)
-            assert party is not None
-            if party.turn is Turn.STEP:
-                self._step(None, {}, party)
-            elif party.turn is Turn.SKIP:
-                self._attached("join").drop()
-            elif party.turn is Turn.BACKWARD:
-                self._attached("join").shadow_backward(party)
-            else:
-                self._follow_changes(party)
-                method, *args = same_call(self._transport, party, ())
-                getattr(self._attached("join"), method)(*args)
-            # Who comes first in Join(...) calls this for every turn, others once per iteration.
-            if self._join_config.is_first_joinable or party.turn in (Turn.STEP, Turn.SKIP):
-                return
-
     def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
         self._steps += 1
         self._transport.note(f"in step {self._steps}")
@@ -352,28 +314,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches):
         """The optimizer on this rank's pieces; with several classes, all of them as one."""
         inners = self._local.inners
         return inners[0].optimizer if len(inners) == 1 else self._local
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``torch.distributed.algorithms.Join``. With ``divide_by_initial_world_size=False``
-        an attached optimizer averages over the ranks that still have inputs, as DDP does."""
-        if self._attachment is not None:
-            self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        take_part = self._take_part_joined
-        if self._steps_in_backward:  # called by DDP's own join hook, through the communication hook
-            return OptimizerJoinHook(lambda: None, self._leave_join)
-        return OptimizerJoinHook(take_part, self._leave_join)
-
-    def _leave_join(self) -> None:
-        """torch leaves the context switched on when it ends; every later step would pay for it."""
-        self._join_config = self._join_config._replace(enable=False)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self._roster.params[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.process_group
 
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""

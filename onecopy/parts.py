@@ -1,7 +1,7 @@
 """What the parts of ``ZeroRedundancyOptimizer`` know of the whole.
 
 The class is put together from parts, each a file: its state and checkpoints (``keeping.py``), its
-attached mode (``attaching.py``), and the optimizer itself.
+attached mode (``attaching.py``), uneven inputs (``joining.py``), and the optimizer itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from onecopy.transport import Transport
 class Parts(Optimizer, Joinable):
     """Attributes and methods that more than one part uses."""
 
+    process_group: Any
     rank: int
     world_size: int
     _transport: Transport
@@ -54,6 +55,11 @@ class Parts(Optimizer, Joinable):
     def _all_params(self) -> list[torch.Tensor]:
         return self._roster.params
 
+    def _attached(self, method: str) -> Attachment:
+        if self._attachment is None:
+            raise RuntimeError(f"{method}() is for attached mode: call attach(module) first")
+        return self._attachment
+
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
         return self._policies.with_options(self._roster.policies, self.param_groups, options)
 
@@ -67,4 +73,8 @@ class Parts(Optimizer, Joinable):
 
     def _follow_changes(self, party: Party | None = None) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
+        raise NotImplementedError
+
+    def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
+        """Update the parameters, on all ranks."""
         raise NotImplementedError

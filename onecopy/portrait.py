@@ -11,14 +11,13 @@ and turns such a tree, with its fragments filled, back into the state of each pi
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from onecopy.blueprint import Begun, Maker, begun, is_toy_shaped, number_at_start
+from onecopy.blueprint import Maker, is_toy_shaped, number_at_start
 from onecopy.boxes import storage_order
 from onecopy.buffers import is_dense
 from onecopy.fragments import Fragment, Part, rebuilt, replaced
@@ -58,7 +57,7 @@ class Portrait:
         """
         self._require_no_common_state()
         state = {}
-        for index in self._indices():
+        for index in self.indices():
             pieces = self.local.of(self.roster.params[index])
             of_param = self._state_of(index, pieces, live) if pieces else {}
             if of_param:
@@ -79,7 +78,7 @@ class Portrait:
         entries = zip(self.names, self.roster.entries, strict=True)
         return [name for name, entry in entries if entry.group == number]
 
-    def _indices(self) -> list[int]:
+    def indices(self) -> list[int]:
         return sorted(self.plan.params)
 
     def _state_of(self, index: int, pieces: Sequence[OwnedPiece], live: bool) -> dict[str, Any]:
@@ -228,7 +227,7 @@ class Portrait:
         the ``"state"`` of a tree."""
         found: PieceStates = {}
         masters: Masters = {}
-        for index in self._indices():
+        for index in self.indices():
             state = states.get(self.names[index])
             pieces = self.local.of(self.roster.params[index]) if state is not None else ()
             for number, owned in enumerate(pieces):
@@ -241,62 +240,7 @@ class Portrait:
                 found[owned.tensor] = self._in_its_containers(index, owned, of_piece)
         return found, masters
 
-    # ------------------------------------------------------------------ state that did not exist
-
-    def not_begun(self) -> list[str]:
-        """The parameters of this rank that have no state yet."""
-        return [
-            self.names[index]
-            for index in self._indices()
-            if any(
-                not self.local.state.get(owned.tensor)
-                for owned in self.local.of(self.roster.params[index])
-            )
-        ]
-
-    def beginnings(self, pieces: Mapping[torch.Tensor, Any]) -> torch.Tensor:
-        """What the pieces that were read here say of each parameter, as ``Begun``.
-
-        A piece may hold negative zeros by chance: the least of what all ranks say counts.
-        """
-        said = torch.full((len(self.names),), Begun.NO, dtype=torch.int64, device="cpu")
-        for index in self._indices():
-            maker = self.maker(index)
-            for owned in self.local.of(self.roster.params[index]):
-                if owned.tensor in pieces:
-                    said[index] = min(int(said[index]), begun(pieces[owned.tensor], maker))
-        return said
-
-    def names_not_begun(self, said: torch.Tensor) -> set[str]:
-        """The parameters whose state did not exist, from what all ranks said. One that cannot be
-        told, because it has no elements, is as the others of its group."""
-        begun_groups = {
-            entry.group
-            for entry, verdict in zip(self.roster.entries, said.tolist(), strict=True)
-            if verdict == Begun.YES
-        }
-        return {
-            name
-            for name, entry, verdict in zip(
-                self.names, self.roster.entries, said.tolist(), strict=True
-            )
-            if verdict == Begun.NO
-            or (verdict == Begun.CANNOT_BE_TOLD and entry.group not in begun_groups)
-        }
-
-    def without(
-        self, pieces: Mapping[torch.Tensor, dict[str, Any]], not_begun: Container[str]
-    ) -> dict[torch.Tensor, dict[str, Any]]:
-        """The pieces of those parameters that had state."""
-        dropped = {
-            owned.tensor
-            for name, param in zip(self.names, self.roster.params, strict=True)
-            if name in not_begun
-            for owned in self.local.of(param)
-        }
-        return {tensor: state for tensor, state in pieces.items() if tensor not in dropped}
-
-    # ------------------------------------------------------------------ what is frozen, options
+    # ------------------------------------------------------------------ what is frozen, forms
 
     def frozen_from(self, states: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """State of parameters that are not planned, which every rank has whole."""
@@ -306,39 +250,6 @@ class Portrait:
             for index, name in names.items()
             if name in states
         }
-
-    def options_from(
-        self,
-        saved: Sequence[Mapping[str, Any]],
-        strict: bool = True,
-        of_other_classes: Container[str] = (),
-    ) -> list[dict[str, Any]]:
-        """The options of each of our groups, from saved groups that list the same names."""
-        of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
-        found = []
-        for number, group in enumerate(self.groups):
-            ours = options_of(group)
-            names = [name for name in self.names_in(number) if name not in of_other_classes]
-            known = {of_name[name] for name in names if name in of_name}
-            if self._is_empty_in(saved, number):
-                known = {number}
-            candidates = [rebuilt(ours, {**ours, **options_of(saved[n])}) for n in sorted(known)]
-            if len({_written(options) for options in candidates}) > 1:
-                if strict:
-                    raise ValueError(
-                        f"group {number} of the optimizer holds parameters of groups "
-                        f"{', '.join(map(str, sorted(known)))} of the checkpoint, which have "
-                        "different options: give the optimizer the groups that it had when it was "
-                        "saved"
-                    )
-                candidates = []
-            found.append(candidates[0] if candidates else ours)
-        return found
-
-    def _is_empty_in(self, saved: Sequence[Mapping[str, Any]], number: int) -> bool:
-        """Whether a group has no parameters by which to know it, here and there."""
-        alike = len(saved) == len(self.groups) and not saved[number]["params"]
-        return alike and not self.names_in(number)
 
     def may_change_form(self, index: int) -> bool:
         """Whether the state of a parameter may come to have another form as it trains: that of a
@@ -371,7 +282,7 @@ class Portrait:
     def require_steady_forms(self) -> None:
         """Raise if a class makes more state than what its first step makes: whoever reads no more
         than that would leave the rest behind."""
-        for index in filter(self.changes_form, self._indices()):
+        for index in filter(self.changes_form, self.indices()):
             policy = self.roster.policies[self.roster.entries[index].group]
             raise ValueError(
                 f"{policy.optimizer_class.__name__} changes the form of its state as it trains, "
@@ -382,29 +293,13 @@ class Portrait:
     def names_owned(self) -> list[str]:
         """The parameters of which this rank has pieces."""
         params = self.roster.params
-        return [self.names[index] for index in self._indices() if self.local.of(params[index])]
-
-    def require_all_in(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        known = {name for group in saved for name in group["params"]}
-        lost = [name for name in self.names if name not in known]
-        if lost:
-            raise ValueError(
-                f"the checkpoint does not know {', '.join(lost[:5])}{', ...' * (len(lost) > 5)}: "
-                "is it of another model, or were the groups others? load(path) finds them by name"
-            )
+        return [self.names[index] for index in self.indices() if self.local.of(params[index])]
 
     def _in_its_containers(self, index: int, owned: OwnedPiece, state: Any) -> dict[str, Any]:
         """Files know lists and string keys only; state of other forms is like the class makes."""
         if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
             state = rebuilt(self.maker(index).state_for(owned.tensor), state)
         return dict(state)
-
-
-def _written(options: Mapping[str, Any]) -> str:
-    """Options as text, by which they can be compared whatever they are."""
-    tensors: list[torch.Tensor] = []
-    encoded = encode(dict(sorted(options.items())), tensors)
-    return json.dumps([encoded, [tensor.tolist() for tensor in tensors]])
 
 
 def _has_first(pieces: Sequence[OwnedPiece]) -> bool:

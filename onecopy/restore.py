@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.buffers import flat_range, in_layout_of
+from onecopy.inner import Inner
 from onecopy.intake import options_of
-from onecopy.local import Inner, LocalOptimizer
+from onecopy.local import LocalOptimizer
 from onecopy.pieces import MASTER, OwnedPiece
 from onecopy.state import Numbering
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from onecopy.agreement import agree
 from onecopy.archive import Place, TensorEntry, parse_metadata, read_metadata
+from onecopy.beginnings import not_begun
 from onecopy.fragments import Fragment, Path_, leaves
 from onecopy.kinds import class_name
 from onecopy.naming import BY_INDEX
@@ -94,17 +95,17 @@ def _save(
                 exchange.beat()
 
             written = list(_write(portrait, tree, directory, mine, flatten, wrote))
-        return written, portrait.not_begun()
+        return written, not_begun(portrait)
 
     def complete(reports: list[Any]) -> list[str]:
         written = [_from_json(entry) for entries, _ in reports for entry in entries]
         _require_visible(directory, written)
-        not_begun = sorted({name for _, names in reports for name in names})
+        without_state = sorted({name for _, names in reports for name in names})
         older = _files_of(directory)
         name = f"__{transport.world_size}_{token}.distcp"
         try:
             with Writer(directory, name) as writer:
-                place = writer.append(_mark(portrait, not_begun, written))
+                place = writer.append(_mark(portrait, without_state, written))
             written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
             write_metadata(directory, written)
         except Exception:
@@ -175,14 +176,14 @@ def _entries(
             yield (PREFIX, *rest), leaf
 
 
-def _mark(portrait: Portrait, not_begun: list[str], written: list[Written]) -> dict[str, Any]:
+def _mark(portrait: Portrait, without_state: list[str], written: list[Written]) -> dict[str, Any]:
     """Says in the file what cannot be seen from its keys."""
     return {
         "version": __version__,
         "names": "positions" if portrait.names[0].startswith(BY_INDEX) else "names",
         "classes": classes_of(portrait),
         "frozen": [portrait.names[index] for index in portrait.roster.unplanned(portrait.plan)],
-        "not_begun": not_begun,
+        "not_begun": without_state,
         "digest": digest((e.path, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
     }
 

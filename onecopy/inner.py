@@ -1,0 +1,97 @@
+"""One optimizer class on this rank, and a closure that all of them may ask for its loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.kinds import class_name, is_torchs
+
+
+@dataclass(slots=True)
+class Inner:
+    """One optimizer class on this rank, and the numbers of the groups that it serves."""
+
+    optimizer: Optimizer
+    groups: list[int]
+
+    @property
+    def steps_by_bucket(self) -> bool:
+        """Whether it may be stepped on a part of its parameters at a time: a class that keeps all
+        its state by parameter, as torch's do. Others may count their steps."""
+        optimizer = self.optimizer
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return is_torchs(class_name(type(optimizer))) and not hooks
+
+    @contextlib.contextmanager
+    def narrowed(self, params: Sequence[list[torch.Tensor]]) -> Iterator[None]:
+        """While the block runs, the groups hold these parameters only."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group, some in zip(groups, params, strict=True):
+            group["params"] = some
+        try:
+            yield
+        finally:
+            for group, everything in zip(groups, before, strict=True):
+                group["params"] = everything
+
+
+@dataclass(slots=True)
+class InnerBefore:
+    """What an inner optimizer was, to go back to."""
+
+    inner: Inner
+    groups: list[int]
+    state: MutableMapping[Any, Any]
+    state_entries: dict[Any, Any]
+    param_groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each with a copy of it
+
+    @classmethod
+    def of(cls, inner: Inner) -> InnerBefore:
+        state = inner.optimizer.state
+        param_groups = [(group, dict(group)) for group in inner.optimizer.param_groups]
+        return cls(inner, list(inner.groups), state, dict(state), param_groups)
+
+    def restore(self) -> None:
+        self.state.clear()
+        self.state.update(self.state_entries)
+        for group, before in self.param_groups:
+            group.clear()
+            group.update(before)
+        self.inner.groups = self.groups
+        self.inner.optimizer.state = self.state  # type: ignore[assignment]
+        self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
+
+
+class Replay:
+    """A closure that has been run: gives its loss to the inner optimizers, once to each.
+
+    Why not the closure itself: it would run once per class and per rank as its optimizer pleases,
+    and every run is a backward in which all ranks must take part.
+    """
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self.loss = closure()
+
+    def once(self) -> Callable[[], Any]:
+        """The closure for one inner optimizer, which may call it once."""
+        calls = 0
+
+        def loss() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError(
+                    "this optimizer class evaluates its closure more than once per step. Sharded, "
+                    "that cannot work: in between, each rank has moved only its own parameters"
+                )
+            return self.loss
+
+        return loss

@@ -1,0 +1,63 @@
+"""Uneven inputs, as ``torch.distributed.algorithms.Join`` sees the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from onecopy.join import OptimizerJoinHook, Party, Turn, find_party, same_call
+from onecopy.parts import Parts
+
+
+class Joins(Parts):
+    """A ``Joinable`` that takes part in what the others do when this rank has no inputs left."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``. With ``divide_by_initial_world_size=False``
+        an attached optimizer averages over the ranks that still have inputs, as DDP does."""
+        if self._attachment is not None:
+            self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        take_part = self._take_part_joined
+        if self._steps_in_backward:  # called by DDP's own join hook, through the communication hook
+            return OptimizerJoinHook(lambda: None, self._leave_join)
+        return OptimizerJoinHook(take_part, self._leave_join)
+
+    def _leave_join(self) -> None:
+        """torch leaves the context switched on when it ends; every later step would pay for it."""
+        self._join_config = self._join_config._replace(enable=False)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._roster.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def _announce(self, turn: Turn) -> Party | None:
+        """Tell joined ranks, if there may be any, what comes."""
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        return find_party(self._transport, turn) if self._join_config.enable else None
+
+    def _take_part_joined(self) -> None:
+        """What the others do, on a rank that has run out of inputs."""
+        while True:
+            party = find_party(self._transport, Turn.JOINED)
+            assert party is not None
+            if party.turn is Turn.STEP:
+                self._step(None, {}, party)
+            elif party.turn is Turn.SKIP:
+                self._attached("join").drop()
+            elif party.turn is Turn.BACKWARD:
+                self._attached("join").shadow_backward(party)
+            else:
+                self._follow_changes(party)
+                method, *args = same_call(self._transport, party, ())
+                getattr(self._attached("join"), method)(*args)
+            # Who comes first in Join(...) calls this for every turn, others once per iteration.
+            if self._join_config.is_first_joinable or party.turn in (Turn.STEP, Turn.SKIP):
+                return
