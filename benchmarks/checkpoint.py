@@ -31,7 +31,7 @@ from measuring import (
     MB,
     Sample,
     Samples,
-    arguments,
+    arguments_about_state,
     gathered,
     growths,
     make_state,
@@ -248,7 +248,7 @@ def print_table(title: str, everyone: list[Samples], mb: int, unit: str) -> None
 
 
 def main() -> None:
-    parser = arguments(__doc__, mb=500, rounds=5)
+    parser = arguments_about_state(__doc__, mb=500, rounds=5)
     parser.add_argument("--directory", help="where to write, by default a temporary directory")
     args = parser.parse_args()
     print("speed: of the disk, or of optimizer.load, = 1. rank 0, others: growth of memory at peak")

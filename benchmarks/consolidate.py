@@ -25,7 +25,7 @@ from measuring import (
     MB,
     Sample,
     Samples,
-    arguments,
+    arguments_about_state,
     gathered,
     growths,
     make_state,
@@ -139,7 +139,7 @@ def print_table(everyone: list[Samples], mb: int) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, mb=256, rounds=7)
+    parser = arguments_about_state(__doc__, mb=256, rounds=7)
     args = parser.parse_args()
     print("speed: of the raw gather = 1. target, bystander: growth of resident memory at the peak")
     for world in args.ranks:

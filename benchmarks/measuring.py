@@ -64,10 +64,11 @@ def growths(everyone: Sequence[Samples], name: str) -> list[float]:
 def on_ranks(world: int, body: Callable[..., None], *args: Any) -> None:
     """Run ``body(directory, *args)`` on so many gloo processes, with a directory of their own."""
     with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(_rank, (world, directory, body, args), nprocs=world)
+        torch.multiprocessing.spawn(as_rank, (world, directory, body, args), nprocs=world)
 
 
-def _rank(rank: int, world: int, directory: str, body: Callable[..., None], args: Any) -> None:
+def as_rank(rank: int, world: int, directory: str, body: Callable[..., None], args: Any) -> None:
+    """Be this rank of a gloo group and run ``body(directory, *args)``."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -75,12 +76,20 @@ def _rank(rank: int, world: int, directory: str, body: Callable[..., None], args
     dist.destroy_process_group()
 
 
-def arguments(description: str, mb: int, rounds: int) -> argparse.ArgumentParser:
-    """The options of a benchmark that compares ways to move the state of all ranks."""
+def arguments(
+    description: str, rounds: int, ranks: Sequence[int] = (2, 4)
+) -> argparse.ArgumentParser:
+    """The options of every benchmark in which methods take turns on several ranks."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--mb", type=int, default=mb, help="state of all ranks together")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(ranks))
     parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def arguments_about_state(description: str, mb: int, rounds: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that compares ways to move the state of all ranks."""
+    parser = arguments(description, rounds)
+    parser.add_argument("--mb", type=int, default=mb, help="state of all ranks together")
     parser.add_argument("--torch-rounds", type=int, default=1, help="it takes 10 to 60 s each")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's own class")
     return parser

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import Sample, Samples, gathered, on_ranks, slowest
+from measuring import Sample, Samples, arguments, gathered, on_ranks, slowest
 
 from onecopy import ZeroRedundancyOptimizer
 
@@ -92,10 +92,8 @@ def print_rows(everyone: list[Samples], name: str, tensors: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, rounds=21, ranks=(1, 2))
     parser.add_argument("--tensors", type=int, nargs="+", default=[200, 2000])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     for world in args.ranks:
         on_ranks(world, run_rank, args)

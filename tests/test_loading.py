@@ -382,7 +382,7 @@ def test_what_fits_entirely_gives_an_empty_report(world: World, tmp_path: Path) 
     for strict in (True, False):
         live = Live()
         report = live.opt.load(tmp_path, strict=strict)
-        assert report == ((), (), ())
+        assert report == ((), (), (), ())
         assert str(report).strip() == "everything fits"
         for number, state in states_of(saver).items():
             assert_same_state(states_of(live.opt)[number], state)
