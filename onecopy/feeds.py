@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,6 +90,8 @@ class ModuleFeed:
                 self._handles.append(register(hook))
                 self._hooked.add(index)
 
+    # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
+    @_disable_dynamo
     def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() == _NO_BACKWARD and self._is_open:
             self._abandon()  # the last backward has raised and never came to its end
