@@ -298,8 +298,12 @@ class Reducer:
                 target.zero_()
                 continue
             source = flat_range(grad, segment.start, segment.stop)
-            if numel >= _WORTH_ITS_OWN_CALL and source.dtype == target.dtype and self.share != 1:
-                torch.mul(source, self.share, out=target)  # the memory is touched once
+            narrows = source.dtype.itemsize > target.dtype.itemsize
+            widens = source.dtype.itemsize < target.dtype.itemsize
+            if numel and (narrows or (numel >= _WORTH_ITS_OWN_CALL and not widens)):
+                # Before it is rounded for the wire, where a sum could overflow; and the memory is
+                # touched once.
+                torch.mul(source, self.share, out=target)
             elif numel:
                 copies.add(target, source)
         copies.run()
