@@ -1,7 +1,7 @@
 """A small GPT over bytes: what the demo trains.
 
-Pre-norm transformer blocks with causal attention, learned positions, and a head tied to the
-embedding. Nothing here knows about processes or optimizers.
+Pre-norm transformer blocks with causal attention, learned positions, and a head that may be tied to
+the embedding. Nothing here knows about processes or optimizers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class GPTConfig:
     width: int = 192
     heads: int = 6
     layers: int = 4
+    tied: bool = True  # the head is the embedding
 
 
 class Attention(nn.Module):
@@ -75,7 +76,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(_initialize)
-        self.head.weight = self.embedding.weight
+        if config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(inputs) + self.position[: inputs.shape[1]]

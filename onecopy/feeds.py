@@ -112,10 +112,11 @@ class ModuleFeed:
 
     def _arrived(self, index: int, param: torch.Tensor) -> None:
         if self._syncs:
-            self._begins(param)
+            if not self._is_queued:
+                self._begins(param)
             if not self._reducer.is_active:
                 self._begin()
-            self._reducer.arrived({index: None})
+            self._reducer.arrived(index)
 
     def _ended(self) -> None:
         self._is_queued = False
@@ -246,8 +247,8 @@ class DDPFeed:
                 self._is_queued = False
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
             self._reducer.begin()
-        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        self._reducer.arrived({self._index[p]: _as_laid_out(p, grad) for p, grad in pairs})
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._reducer.arrived(self._index[param], _as_laid_out(param, grad))
         if bucket.is_last() and not self._is_queued:
             self._reducer.end(present=set())
 

@@ -304,8 +304,9 @@ class LocalOptimizer:
                 for owned, grad in zip(self._held.in_bucket.get(bucket, ()), given, strict=True):
                     bound.append((owned, owned.tensor.grad))
                     owned.tensor.grad = owned.fitting(grad)
-        for owned, _ in bound:
-            owned.is_ahead |= owned.tensor.grad is not None
+        if self._held.masters:
+            for owned, _ in bound:
+                owned.is_ahead |= owned.tensor.grad is not None
         try:
             yield
         finally:

@@ -24,29 +24,13 @@ from operator import attrgetter, is_
 
 import torch
 
-from onecopy.buffers import Copies, Staging, flat_range, in_layout_of, is_dense
-from onecopy.pieces import grad_dtype, updated_in
-from onecopy.plan import Piece, Plan, Segment
+from onecopy.buffers import Staging, in_layout_of, is_dense
+from onecopy.lanes import Lane
+from onecopy.plan import Plan
 from onecopy.transport import Pending, Transport
 
 IN_FLIGHT = 3
-_WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
 _TAGS_FROM = 1 << 16  # apart from those of the gathers
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """A bucket of the plan as it is reduced, and the gradient of what this rank owns in it."""
-
-    bucket: int
-    segments: tuple[Segment, ...]
-    params: frozenset[int]  # that have a segment in it
-    ranges: tuple[tuple[int, int], ...]  # what each rank owns in it
-    wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
-    slot: torch.Tensor
-    numel: int  # of the bucket
-    has_equal_slots: bool  # and the backend sums them itself
-    holds: bool = False  # whether the slot holds a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +69,7 @@ class Reducer:
         self._plan = Plan(transport.world_size, 1)
         self._lanes: list[Lane] = []
         self._lanes_of: dict[int, list[int]] = {}
+        self._is_dense: list[bool] = []  # by parameter
         # For each piece in a bucket: its parameter, and where its gradient is.
         self._views: list[list[tuple[int, torch.Tensor]]] = []
         self._phase: _Phase | None = None
@@ -104,7 +89,10 @@ class Reducer:
             self.drop()
             self._lanes = []
         self._plan, self._params = plan, params
-        self._lanes += [self._lane(n) for n in range(len(self._lanes), len(plan.buckets))]
+        dtypes = self._reduce_dtype, self._master_dtype
+        for bucket in range(len(self._lanes), len(plan.buckets)):
+            self._lanes.append(Lane.of(plan, bucket, params, self._transport, *dtypes))
+        self._is_dense = list(map(is_dense, params))
         self._lanes_of = {}
         for number, lane in enumerate(self._lanes):
             for index in lane.params:
@@ -112,54 +100,20 @@ class Reducer:
         self._outgoing, self._incoming = Staging(IN_FLIGHT), Staging(IN_FLIGHT)
         for lane in self._lanes:
             self._outgoing.demand(lane.bucket, lane.numel, lane.wire)
-            self._incoming.demand(lane.bucket, self._room(lane), lane.wire)
+            self._incoming.demand(lane.bucket, lane.room, lane.wire)
+        for lane in self._lanes:
+            lane.settle(plan, params, self._outgoing, self._incoming)
         self._views = self._all_views()
 
     def _all_views(self) -> list[list[tuple[int, torch.Tensor]]]:
-        rank = self._transport.rank
+        plan, rank, params = self._plan, self._transport.rank, self._params
         return [
-            [(piece.param, self._view(piece)) for piece in self._plan.pieces_in(lane.bucket, rank)]
+            [
+                (p.param, lane.view(p, rank, params[p.param], p.param in plan.cut_params))
+                for p in plan.pieces_in(lane.bucket, rank)
+            ]
             for lane in self._lanes
         ]
-
-    def _lane(self, number: int) -> Lane:
-        plan, rank = self._plan, self._transport.rank
-        segments = tuple(plan.segments(number))
-        param = self._params[segments[0].param]
-        ranges = tuple(plan.range_of(number, owner) for owner in range(plan.world_size))
-        dtype = self._reduce_dtype if param.is_floating_point() else None  # complex stay so
-        start, stop = ranges[rank]
-        summed = updated_in(param.dtype, self._master_dtype)
-        summed = grad_dtype(param) if summed == param.dtype else summed
-        return Lane(
-            number,
-            segments,
-            frozenset(segment.param for segment in segments),
-            ranges,
-            wire=torch.empty(0, dtype=dtype or grad_dtype(param), device=param.device),
-            slot=torch.zeros(stop - start, dtype=summed, device=param.device),
-            numel=plan.buckets[number].numel,
-            has_equal_slots=plan.has_equal_slots(number)
-            and self._transport.reduces_equal_slots(param.device),
-        )
-
-    def _room(self, lane: Lane) -> int:
-        """Elements of staging for what comes from the other ranks."""
-        mine = lane.slot.numel()
-        return mine if lane.has_equal_slots else mine * (self._transport.world_size - 1)
-
-    def _view(self, piece: Piece) -> torch.Tensor:
-        """The gradient of a piece, in the form of the inner optimizer's tensor."""
-        lane, param = self._lanes[piece.bucket], self._params[piece.param]
-        if not piece.numel:
-            return torch.zeros(param.shape, dtype=lane.slot.dtype, device=param.device)
-        offset = piece.offset - lane.ranges[self._transport.rank][0]
-        flat = lane.slot.narrow(0, offset, piece.numel)
-        if piece.param in self._plan.cut_params:
-            return flat
-        if not is_dense(param):
-            return flat.view(param.shape)
-        return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
 
     # ------------------------------------------------------------------ backward
 
@@ -187,22 +141,22 @@ class Reducer:
         frozen = {index for index in self._lanes_of if not trainable[index]}
         self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
 
-    @torch.no_grad()
-    def arrived(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
-        """The gradients of these parameters are there: given, or in ``param.grad``."""
-        if self._phase is None:
-            self.begin()
+    def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
+        """The gradient of a parameter is there: given, or in ``param.grad``.
+
+        To be called for thousands of parameters in every backward.
+        """
         phase = self._phase
         assert phase is not None
-        for index, grad in gradients.items():
-            if index in phase.arrived:
-                continue
-            phase.arrived.add(index)
-            if grad is not None:
-                phase.held[index] = self._laid_out(index, grad)
-            for number in self._lanes_of[index]:
-                phase.missing[number] -= 1
-        while phase.next < len(self._lanes) and phase.missing[phase.next] <= 0:
+        if index in phase.arrived:
+            return
+        phase.arrived.add(index)
+        if grad is not None:
+            phase.held[index] = self._laid_out(index, grad)
+        missing = phase.missing
+        for number in self._lanes_of[index]:
+            missing[number] -= 1
+        while phase.next < len(missing) and missing[phase.next] <= 0:
             self._depart(phase)
 
     @torch.no_grad()
@@ -254,22 +208,23 @@ class Reducer:
                 "mode: use sparse=False, or leave out attach(...)"
             )
         param, grad = self._params[index], grad.detach()
-        return in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+        return in_layout_of(param, grad) if self._is_dense[index] else grad.contiguous()
 
+    @torch.no_grad()
     def _depart(self, phase: _Phase) -> None:
         """Let the next bucket leave."""
         lane = self._lanes[phase.next]
         phase.next += 1
         found = {}
-        for segment in lane.segments:
-            grad = phase.held.get(segment.param)
-            param = self._params[segment.param]
+        for index in lane.params:
+            grad = phase.held.get(index)
+            param = self._params[index]
             if grad is None and param.grad is not None:
-                grad = phase.held[segment.param] = self._laid_out(segment.param, param.grad)
+                grad = phase.held[index] = self._laid_out(index, param.grad)
                 param.grad = None
-                phase.arrived.add(segment.param)
+                phase.arrived.add(index)
             if grad is not None:
-                found[segment.param] = grad
+                found[index] = grad
         self._launch(lane, found)
         for index in found:
             if self._lanes_of[index][-1] <= lane.bucket:
@@ -280,48 +235,20 @@ class Reducer:
             flight.lane.bucket % IN_FLIGHT == lane.bucket % IN_FLIGHT for flight in self._flights
         ):
             self._land()
-        buffer = self._outgoing.reserve(lane.bucket, lane.numel, lane.wire)
         with torch.profiler.record_function(f"onecopy::reduce {lane.bucket}"):
-            self._fill(lane, buffer, gradients)
-            self._flights.append(self._send(lane, buffer))
+            lane.fill(gradients, self.share)
+            self._flights.append(self._send(lane))
 
-    def _fill(
-        self, lane: Lane, buffer: torch.Tensor, gradients: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Every gradient to its place, times the share of this rank."""
-        copies = Copies()
-        for segment in lane.segments:
-            numel = segment.stop - segment.start
-            target = buffer.narrow(0, segment.offset, numel)
-            grad = gradients.get(segment.param)
-            if grad is None:
-                target.zero_()
-                continue
-            source = flat_range(grad, segment.start, segment.stop)
-            narrows = source.dtype.itemsize > target.dtype.itemsize
-            widens = source.dtype.itemsize < target.dtype.itemsize
-            if numel and (narrows or (numel >= _WORTH_ITS_OWN_CALL and not widens)):
-                # Before it is rounded for the wire, where a sum could overflow; and the memory is
-                # touched once.
-                torch.mul(source, self.share, out=target)
-            elif numel:
-                copies.add(target, source)
-        copies.run()
-        if copies.targets and self.share != 1:
-            # A number would be rounded to 16-bit gradients' own dtype first; a tensor is not.
-            share = torch.tensor(self.share, dtype=torch.float64, device=buffer.device)
-            torch._foreach_mul_(copies.targets, share)
-
-    def _send(self, lane: Lane, buffer: torch.Tensor) -> _Flight:
+    def _send(self, lane: Lane) -> _Flight:
         rank, world = self._transport.rank, self._transport.world_size
-        outgoing = [buffer[start:stop] for start, stop in lane.ranges]
+        outgoing = [lane.outgoing[start:stop] for start, stop in lane.ranges]
         if world == 1:
             return _Flight(lane, outgoing, self._transport.nothing())
-        room = self._incoming.reserve(lane.bucket, self._room(lane), lane.wire)
         if lane.has_equal_slots:
-            return _Flight(lane, [room], self._transport.reduce_slots(buffer, room))
+            pending = self._transport.reduce_slots(lane.outgoing, lane.incoming)
+            return _Flight(lane, [lane.incoming], pending)
         each = lane.slot.numel()
-        incoming = [room[i * each : (i + 1) * each] for i in range(world - 1)]
+        incoming = [lane.incoming[i * each : (i + 1) * each] for i in range(world - 1)]
         incoming.insert(rank, outgoing[rank])
         pending = self._transport.exchange_parts(outgoing, incoming, _TAGS_FROM + lane.bucket)
         return _Flight(lane, incoming, pending)
@@ -330,18 +257,7 @@ class Reducer:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._flights.popleft()
         flight.pending.wait()
-        lane, (total, *others) = flight.lane, flight.contributions
-        if others and not lane.holds and total.dtype == lane.slot.dtype:
-            torch.add(total, others[0], out=lane.slot)
-            for other in others[1:]:
-                lane.slot.add_(other)
-        else:
-            # Narrow numbers on the wire are summed in the wider ones of the gradient.
-            total = total.to(torch.promote_types(total.dtype, lane.slot.dtype))
-            for other in others:
-                total.add_(other)
-            lane.slot.add_(total) if lane.holds else lane.slot.copy_(total)
-        lane.holds = True
+        flight.lane.add(flight.contributions)
 
     # ------------------------------------------------------------------ afterwards
 

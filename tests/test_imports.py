@@ -33,6 +33,7 @@ ORDER = (
     "inner",
     "local",
     "gatherer",
+    "lanes",
     "reducer",
     "shards",
     "state",

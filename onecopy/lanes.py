@@ -1,0 +1,149 @@
+"""Buckets of a plan as they are reduced: where gradients come together, and where they add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from onecopy.buffers import Copies, Staging, flat_range, is_dense
+from onecopy.pieces import grad_dtype, updated_in
+from onecopy.plan import Piece, Plan
+from onecopy.transport import Transport
+
+_WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
+_EMPTY = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the gradient of a parameter, or of a part of it, goes in a bucket."""
+
+    param: int
+    start: int  # elements of the parameter
+    stop: int
+    is_whole: bool  # all of it: the target has the form of the gradient
+    target: torch.Tensor  # in the outgoing staging
+
+    def part_of(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad if self.is_whole else flat_range(grad, self.start, self.stop)
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A bucket as it is reduced, and the gradient of what this rank owns in it."""
+
+    bucket: int
+    numel: int
+    params: frozenset[int]  # that have a part in it
+    ranges: tuple[tuple[int, int], ...]  # what each rank owns in it
+    wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
+    slot: torch.Tensor  # the sum over the ranks, of what this one owns
+    has_equal_slots: bool  # and the backend sums them itself
+    holds: bool = False  # whether the slot holds a gradient
+    outgoing: torch.Tensor = field(default=_EMPTY)  # staging of the whole bucket ...
+    incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
+    places: tuple[Place, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        bucket: int,
+        params: Sequence[torch.Tensor],
+        transport: Transport,
+        reduce_dtype: torch.dtype | None,
+        master_dtype: torch.dtype | None,
+    ) -> Lane:
+        indices = [segment.param for segment in plan.segments(bucket)]
+        param = params[indices[0]]
+        ranges = tuple(plan.range_of(bucket, owner) for owner in range(plan.world_size))
+        start, stop = ranges[transport.rank]
+        sent_in = reduce_dtype if param.is_floating_point() else None  # complex stay so
+        summed_in = updated_in(param.dtype, master_dtype)
+        summed_in = grad_dtype(param) if summed_in == param.dtype else summed_in
+        return cls(
+            bucket,
+            plan.buckets[bucket].numel,
+            frozenset(indices),
+            ranges,
+            wire=torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device),
+            slot=torch.zeros(stop - start, dtype=summed_in, device=param.device),
+            has_equal_slots=plan.has_equal_slots(bucket)
+            and transport.reduces_equal_slots(param.device),
+        )
+
+    @property
+    def room(self) -> int:
+        """Elements of staging for what comes from the other ranks."""
+        mine = self.slot.numel()
+        return mine if self.has_equal_slots else mine * (len(self.ranges) - 1)
+
+    def settle(
+        self, plan: Plan, params: Sequence[torch.Tensor], outgoing: Staging, incoming: Staging
+    ) -> None:
+        """Take staging, for which demands were made before."""
+        self.outgoing = outgoing.reserve(self.bucket, self.numel, self.wire)
+        self.incoming = incoming.reserve(self.bucket, self.room, self.wire)
+        places = []
+        for segment in plan.segments(self.bucket):
+            param, numel = params[segment.param], segment.stop - segment.start
+            target = self.outgoing.narrow(0, segment.offset, numel)
+            is_whole = numel == param.numel()
+            if is_whole:
+                target = _in_form_of(param, target)
+            places.append(Place(segment.param, segment.start, segment.stop, is_whole, target))
+        self.places = tuple(places)
+
+    def view(self, piece: Piece, rank: int, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
+        """The gradient of a piece of this rank, in the form of the inner optimizer's tensor."""
+        if not piece.numel:
+            return torch.zeros(param.shape, dtype=self.slot.dtype, device=param.device)
+        flat = self.slot.narrow(0, piece.offset - self.ranges[rank][0], piece.numel)
+        return flat if is_cut else _in_form_of(param, flat)
+
+    def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
+        """Every gradient to its place, times ``share``; zeros where there is none."""
+        copies = Copies()
+        for place in self.places:
+            grad, target = gradients.get(place.param), place.target
+            if grad is None:
+                target.zero_()
+                continue
+            source, numel = place.part_of(grad), place.stop - place.start
+            narrows = source.dtype.itemsize > target.dtype.itemsize
+            widens = source.dtype.itemsize < target.dtype.itemsize
+            if narrows or (numel >= _WORTH_ITS_OWN_CALL and not widens):
+                # Before it is rounded for the wire, where it could overflow; and the memory is
+                # touched once.
+                torch.mul(source, share, out=target)
+            elif numel:
+                copies.add(target, source)
+        copies.run()
+        if copies.targets and share != 1:
+            # A number would be rounded to 16-bit gradients' own dtype first; a tensor is not.
+            factor = torch.tensor(share, dtype=torch.float64, device=self.outgoing.device)
+            torch._foreach_mul_(copies.targets, factor)
+
+    def add(self, contributions: Sequence[torch.Tensor]) -> None:
+        """Add what the ranks have sent, in their order, to what is held."""
+        total, *others = contributions
+        if others and not self.holds and total.dtype == self.slot.dtype:
+            torch.add(total, others[0], out=self.slot)
+            for other in others[1:]:
+                self.slot.add_(other)
+        else:
+            # Narrow numbers on the wire are summed in the wider ones of the gradient.
+            total = total.to(torch.promote_types(total.dtype, self.slot.dtype))
+            for other in others:
+                total.add_(other)
+            self.slot.add_(total) if self.holds else self.slot.copy_(total)
+        self.holds = True
+
+
+def _in_form_of(param: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """A run of as many elements, in the shape and the storage order of a parameter."""
+    if not is_dense(param):
+        return flat.view(param.shape)
+    return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
