@@ -13,6 +13,7 @@ from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
+_FITS_THE_CACHE = 1 << 17  # elements: what is added up stays in it between the ranks
 _EMPTY = torch.empty(0)
 
 
@@ -128,18 +129,26 @@ class Lane:
 
     def add(self, contributions: Sequence[torch.Tensor]) -> None:
         """Add what the ranks have sent, in their order, to what is held."""
-        total, *others = contributions
-        if others and not self.holds and total.dtype == self.slot.dtype:
-            torch.add(total, others[0], out=self.slot)
-            for other in others[1:]:
-                self.slot.add_(other)
-        else:
-            # Narrow numbers on the wire are summed in the wider ones of the gradient.
-            total = total.to(torch.promote_types(total.dtype, self.slot.dtype))
-            for other in others:
-                total.add_(other)
-            self.slot.add_(total) if self.holds else self.slot.copy_(total)
+        numel = self.slot.numel()
+        in_runs = len(contributions) > 2 and self.slot.device.type == "cpu"
+        run = _FITS_THE_CACHE if in_runs else max(numel, 1)
+        for start in range(0, numel, run):
+            parts = [each[start : start + run] for each in contributions]
+            _add(self.slot[start : start + run], self.holds, *parts)
         self.holds = True
+
+
+def _add(slot: torch.Tensor, holds: bool, first: torch.Tensor, *others: torch.Tensor) -> None:
+    if others and not holds and first.dtype == slot.dtype:
+        torch.add(first, others[0], out=slot)
+        for other in others[1:]:
+            slot.add_(other)
+        return
+    # Narrow numbers on the wire are summed in the wider ones of the gradient.
+    total = first.to(torch.promote_types(first.dtype, slot.dtype))
+    for other in others:
+        total.add_(other)
+    slot.add_(total) if holds else slot.copy_(total)
 
 
 def _in_form_of(param: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
