@@ -104,7 +104,7 @@ def test_all_schedulers_of_torch_are_listed_here() -> None:
     assert found - {"LRScheduler"} == set(SCHEDULERS)
 
 
-@distributed(1, 2, 3, 4)
+@distributed(1, 3)
 @pytest.mark.parametrize("cls", [SGD, AdamW], ids=["SGD", "AdamW"])
 def test_every_scheduler_gives_the_same_parameters_as_with_the_plain_class(
     world: World, cls: type[Optimizer]
