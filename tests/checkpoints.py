@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World
 from models import ConvNet, TiedNet
-from test_state import assert_same, assorted, matrices, parameter, set_gradients, tensors_in
+from states import assert_same, assorted, matrices, parameter, set_gradients, tensors_in
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

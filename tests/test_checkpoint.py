@@ -39,7 +39,7 @@ from checkpoints import (
 )
 from harness import World, distributed
 from models import Mlp
-from test_state import matrices, set_gradients
+from states import matrices, set_gradients
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -26,7 +26,7 @@ from checkpoints import (
     write_plain,
 )
 from harness import World, distributed
-from test_state import matrices, parameter
+from states import matrices, parameter
 
 
 class Changing(torch.optim.Optimizer):

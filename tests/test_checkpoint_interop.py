@@ -39,7 +39,7 @@ from checkpoints import (
 )
 from harness import World, distributed
 from models import Mlp
-from test_state import assert_same
+from states import assert_same
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
