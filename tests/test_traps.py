@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from attached import EVERY_FEED, AttachedTwins
+from contract import Halving
 from harness import World, distributed
 from models import BranchNet, Mlp, noise, seed_of
-from test_contract import Halving
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
