@@ -72,7 +72,7 @@ class Attaches(Parts):
             self._shards,
             reduce_dtype,
             lazy_gather,
-            self._announce_backward,
+            self._announce_in_join,
         )
         # Else hooks would go on taking gradients away from whoever comes next.
         self._last_will = weakref.finalize(self, attachment.detach)
@@ -99,10 +99,15 @@ class Attaches(Parts):
         return self._attached("no_sync").feed.no_sync()
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; its value
-        before, the same on all ranks. Collective in attached mode."""
+        before, the same on all ranks. Collective in attached mode, where ``foreach`` chooses
+        nothing: gradients are always clipped together."""
         if self._steps_in_backward:
             raise RuntimeError(
                 "with overlap_with_ddp=True the update has happened when backward() returns: it is "
@@ -110,7 +115,7 @@ class Attaches(Parts):
             )
         if self._attachment is None:
             return torch.nn.utils.clip_grad_norm_(
-                self._roster.params, max_norm, norm_type, error_if_nonfinite
+                self._roster.params, max_norm, norm_type, error_if_nonfinite, foreach
             )
         norm: torch.Tensor = self._look(
             "clip", float(max_norm), float(norm_type), bool(error_if_nonfinite)
@@ -139,7 +144,7 @@ class Attaches(Parts):
         """Forget the gradients of all parameters."""
         super().zero_grad(set_to_none)
         if self._attachment is not None:
-            self._attachment.drop()
+            self._attachment.zero_grad()
 
     def memory_report(self) -> MemoryReport:
         """What parameters, gradients and state take of this rank's memory now."""
@@ -149,7 +154,7 @@ class Attaches(Parts):
         """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,
         also on those that have run out of inputs. What was unfrozen is taken in before."""
         attachment = self._attached(method)
-        party = self._announce(Turn.LOOK) if self._join_config.enable else None
+        party = self._announce_in_join(Turn.LOOK)
         self._follow_changes(party)
         if party is not None:
             same_call(self._transport, party, [method, *args])
@@ -163,11 +168,12 @@ class Attaches(Parts):
 
     def _skip_step(self) -> None:
         """The scaler does not take a step that ranks which have joined wait for."""
-        self._announce(Turn.SKIP)
-        self._attached("skip").drop()
+        self._announce_in_join(Turn.SKIP)
+        if self._attachment is not None:
+            self._attachment.drop()
 
-    def _announce_backward(self) -> Party | None:
-        return self._announce(Turn.BACKWARD) if self._join_config.enable else None
+    def _announce_in_join(self, turn: Turn) -> Party | None:
+        return self._announce(turn) if self._join_config.enable else None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

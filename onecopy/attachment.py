@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import flat_range, is_dense
 from onecopy.feeds import DDPFeed, Feed, ModuleFeed, has_foreign_hook
-from onecopy.join import Party
+from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
 from onecopy.norm import clip_coefficient, total_norm
@@ -40,9 +40,9 @@ class Attachment:
         shards: Shards,
         reduce_dtype: torch.dtype | None,
         lazy_gather: bool,
-        announce: Callable[[], Party | None],
+        announce: Callable[[Turn], Party | None],
     ) -> None:
-        """``announce`` tells ranks that have joined (see ``Join``) of a backward."""
+        """``announce`` tells ranks that have joined (see ``Join``) what comes."""
         self._transport = transport
         self._is_scaled = False  # while a step is taken by our scaler
         self._shards = shards
@@ -61,13 +61,16 @@ class Attachment:
         shards.gathers_lazily = lazy_gather
         shards.follower = self
         shards.settle()
-        self._patches = [_ZeroGrad(each, self.drop) for each in modules]
+        self._patches = [_ZeroGrad(each, self.zero_grad) for each in modules]
 
     def _begin(self) -> None:
         """A backward of the bare module begins."""
-        announce = self._announce()
-        self._take_share(announce() if announce is not None else None)
+        self._take_share(self._tell_joined(Turn.BACKWARD))
         self.reducer.begin()
+
+    def _tell_joined(self, turn: Turn) -> Party | None:
+        announce = self._announce()
+        return announce(turn) if announce is not None else None
 
     def shadow_backward(self, party: Party) -> None:
         """A backward of the others, on a rank that has joined."""
@@ -102,6 +105,7 @@ class Attachment:
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
                 "backwards since the last step were inside no_sync(). Do the last one outside of it"
             )
+        self.reducer.judge()
         return self.reducer.gradients_in
 
     def _require_finished(self) -> None:
@@ -110,6 +114,12 @@ class Attachment:
                 "the last backward has not come to its end, because it raised: call zero_grad() "
                 "and compute the gradients again"
             )
+
+    def zero_grad(self) -> None:
+        """The user drops the gradients: ranks that have joined do, too."""
+        if self.reducer.holds_anything:
+            self._tell_joined(Turn.SKIP)
+        self.drop()
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -145,9 +155,12 @@ class Attachment:
     @torch.no_grad()
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients."""
+        of_form: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for grad in self.reducer.gradients():
-            if grad is not None:
-                grad.mul_(factor.to(grad.device))
+            if grad is not None and grad.numel():
+                of_form.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), gradients in of_form.items():
+            torch._foreach_mul_(gradients, factor.to(device))
 
     @torch.no_grad()
     def unscale(self, inv_scale: torch.Tensor | float, allow_fp16: bool) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _compare_states(
         found.missing |= missing
         found.unexpected |= unexpected
         found.mismatched |= mismatched
-        if missing or unexpected or mismatched:
+        if missing or unexpected - {_key(name, MASTER)} or mismatched:
             found.unfit.add(name)
 
 
@@ -125,9 +125,10 @@ def with_saved_forms(
         there = saved.states.get(name)
         if there is None or not portrait.may_change_form(index) or not portrait.local.of(param):
             continue
-        expected = _by_path(state.get(name, {}))
-        if MASTER not in expected:  # no state of the class, and not wanted here
-            there = {path: value for path, value in there.items() if path != MASTER}
+        # The master copy is no state of the class, and tells nothing about its form.
+        there = {path: value for path, value in there.items() if path != MASTER}
+        like = {key: value for key, value in state.get(name, {}).items() if key != MASTER}
+        expected = _by_path(like)
         outlines = {
             path: _outline(portrait, index, value.entry, expected.get(path))
             for path, value in there.items()
@@ -138,8 +139,9 @@ def with_saved_forms(
         )
         lacks_nothing = expected.keys() <= there.keys() or portrait.changes_form(index)
         if fits and lacks_nothing and _may_have_become(expected, there, param):
-            form = form_of_saved(there, outlines)
-            state[name] = _with_empty_dicts(form, state.get(name, {}))
+            form = _with_empty_dicts(form_of_saved(there, outlines), like)
+            master = {key: value for key, value in state.get(name, {}).items() if key == MASTER}
+            state[name] = {**form, **master}
     return {**tree, "state": state}
 
 

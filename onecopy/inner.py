@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,18 @@ class Inner:
         return is_torchs(class_name(type(optimizer))) and not hooks
 
     @contextlib.contextmanager
-    def narrowed(self, params: Sequence[list[torch.Tensor]]) -> Iterator[None]:
-        """While the block runs, the groups hold these parameters only."""
+    def narrowed(self, params: Mapping[int, list[torch.Tensor]]) -> Iterator[None]:
+        """While the block runs, there are these groups only, with these parameters."""
         groups = self.optimizer.param_groups
-        before = [group["params"] for group in groups]
-        for group, some in zip(groups, params, strict=True):
+        before = [(groups[number], groups[number]["params"]) for number in params]
+        for (group, _), some in zip(before, params.values(), strict=True):
             group["params"] = some
+        self.optimizer.param_groups = [group for group, _ in before]
         try:
             yield
         finally:
-            for group, everything in zip(groups, before, strict=True):
+            self.optimizer.param_groups = groups
+            for group, everything in before:
                 group["params"] = everything
 
 

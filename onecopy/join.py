@@ -48,7 +48,7 @@ class Turn(enum.Enum):
     """What a rank is about to do together with the others."""
 
     STEP = b"s"
-    SKIP = b"k"  # a step that a scaler does not take
+    SKIP = b"k"  # no step: a scaler has found an infinity, or the gradients are dropped
     LOOK = b"l"  # at gradients of which every rank has a part: norm, clipping, unscaling
     BACKWARD = b"b"  # of an attached bare module, of which nobody else tells the joined ranks
     JOINED = b"j"  # whatever the others do

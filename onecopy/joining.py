@@ -51,7 +51,8 @@ class Joins(Parts):
             if party.turn is Turn.STEP:
                 self._step(None, {}, party)
             elif party.turn is Turn.SKIP:
-                self._attached("join").drop()
+                if self._attachment is not None:
+                    self._attachment.drop()
             elif party.turn is Turn.BACKWARD:
                 self._attached("join").shadow_backward(party)
             else:

@@ -38,6 +38,7 @@ class KeepsState(Parts):
 
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
+        self._local.masters.follow_params()
         self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,17 +101,14 @@ class KeepsState(Parts):
         lacking, unused = load_masters(self._local, loadable)
         if self.rank == 0 and lacking:
             logger.warning(
-                "what was loaded has no master copies (%s) of %d parameters: they were rebuilt "
-                "from the parameters",
+                "what was loaded lacks master copies (%s): they were rebuilt from the parameters",
                 MASTER,
-                lacking,
             )
         if self.rank == 0 and unused:
             logger.warning(
-                "what was loaded has master copies (%s) of %d parameters, and this optimizer keeps "
-                "none: they were left out. To use them, build it with master_dtype=torch.float32",
+                "what was loaded has master copies (%s), for which this optimizer has no use: they "
+                "were left out. To keep them, build it with master_dtype=torch.float32",
                 MASTER,
-                unused,
             )
 
     # ------------------------------------------------------------------ sharded checkpoints

@@ -31,7 +31,7 @@ def of_the_parameters(_: int) -> None:
     """The ``GradientsOf`` of drop-in mode."""
 
 
-Portion = tuple[Inner, list[list[torch.Tensor]]]  # what it has in a bucket, by its groups
+Portion = tuple[Inner, dict[int, list[torch.Tensor]]]  # what it has in a bucket, by its groups
 
 
 class LocalOptimizer:
@@ -255,7 +255,7 @@ class LocalOptimizer:
             given = dict(kwargs)
             if closure is not None:
                 given["closure"] = closure.once() if isinstance(closure, Replay) else closure
-            with self._bound(order, gradients):
+            with self._bound(order, gradients), self._kept_in_place():
                 own = step_without_hooks(inner.optimizer)(**given)
             result = own if number == 0 else result
         for bucket in order:
@@ -278,14 +278,11 @@ class LocalOptimizer:
         bucket_of = {owned.tensor: owned.piece.bucket for owned in self.pieces}
         found: dict[int, list[Portion]] = {}
         for inner in self._inners.values():
-            groups = inner.optimizer.param_groups
-            of_inner: dict[int, list[list[torch.Tensor]]] = {}
-            for number, group in enumerate(groups):
+            of_inner: dict[int, dict[int, list[torch.Tensor]]] = {}
+            for number, group in enumerate(inner.optimizer.param_groups):
                 for tensor in group["params"]:
-                    bucket = bucket_of[tensor]
-                    if bucket not in of_inner:
-                        of_inner[bucket] = [[] for _ in groups]
-                    of_inner[bucket][number].append(tensor)
+                    groups = of_inner.setdefault(bucket_of[tensor], {})
+                    groups.setdefault(number, []).append(tensor)
             for bucket, params in of_inner.items():
                 found.setdefault(bucket, []).append((inner, params))
         return found
@@ -304,14 +301,21 @@ class LocalOptimizer:
                 for owned, grad in zip(self._held.in_bucket.get(bucket, ()), given, strict=True):
                     bound.append((owned, owned.tensor.grad))
                     owned.tensor.grad = owned.fitting(grad)
-        if self._held.masters:
-            for owned, _ in bound:
-                owned.is_ahead |= owned.tensor.grad is not None
         try:
             yield
         finally:
             for owned, grad in bound:
                 owned.tensor.grad = grad
+
+    @contextlib.contextmanager
+    def _kept_in_place(self) -> Iterator[None]:
+        """A class may give its parameters other memory (``p.data = ...``): the values come back."""
+        homes = [(owned.tensor, owned.tensor.data) for owned in self.pieces]
+        yield
+        for tensor, home in homes:
+            if tensor.data_ptr() != home.data_ptr():
+                home.copy_(tensor.data)
+                tensor.data = home
 
     def by_bucket(
         self, gradients: Sequence[torch.Tensor | None]
@@ -325,7 +329,10 @@ class LocalOptimizer:
     # ------------------------------------------------------------------ master copies
 
     def state_to_save(self, owned: OwnedPiece) -> Mapping[str, Any] | None:
-        """The state of a piece as it is saved: with its master copy, if that has been used."""
+        """The state of a piece as it is saved, with its master copy.
+
+        Not with that alone if it says nothing: a class would take it for state that is complete.
+        """
         state: Mapping[str, Any] | None = self.state.get(owned.tensor)
         if owned.has_master and (state or owned.is_ahead):
             return {**(state or {}), MASTER: owned.tensor.detach()}
@@ -337,7 +344,6 @@ class LocalOptimizer:
         for owned in self._held.masters:
             found = saved.get(owned.tensor)
             owned.tensor.copy_(owned.values() if found is None else found)
-            owned.is_ahead = found is not None
         self.masters.forget()
 
     # ------------------------------------------------------------------ copying

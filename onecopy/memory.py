@@ -20,7 +20,7 @@ class MemoryReport:
     """Bytes on this rank. ``print(report)`` shows a table, ``as_dict()`` is for loggers."""
 
     parameters: int
-    gradients: int  # attached: of this rank's pieces; else all that are in `param.grad`
+    gradients: int  # in `param.grad`, and if attached of this rank's pieces
     state: Mapping[str, int]  # of this rank's pieces, by key
     master_copies: int
     staging: int  # buffers that buckets pass through, kept between the steps
@@ -49,10 +49,9 @@ class MemoryReport:
 def report_on(shards: Shards, attachment: Attachment | None) -> MemoryReport:
     params = shards.roster.params
     staging = shards.gatherer.staged_bytes
-    if attachment is None:
-        gradients, ddp_buckets = _nbytes(p.grad for p in params if p.grad is not None), 0
-    else:
-        gradients = attachment.reducer.slot_bytes
+    gradients, ddp_buckets = _nbytes(p.grad for p in params if p.grad is not None), 0
+    if attachment is not None:
+        gradients += attachment.reducer.slot_bytes
         staging += attachment.reducer.staged_bytes
         ddp_buckets = attachment.feed.foreign_bytes
     return MemoryReport(

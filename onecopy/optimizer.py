@@ -211,6 +211,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         if unfrozen or not self._shards.is_confirmed:
             self._take_in(unfrozen)
         self._shards.follow_memory()
+        self._local.masters.follow_params()
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
@@ -274,6 +275,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         self._local.options_out(self.param_groups)
         if self._attachment is not None:
             self._attachment.reducer.clear()
+        if self._join_config.enable:
+            self.wait()  # DDP may send its parameters around when the context ends
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")

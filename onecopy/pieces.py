@@ -45,7 +45,6 @@ class OwnedPiece:
     param: torch.Tensor  # the user's
     tensor: torch.Tensor  # `param` itself, a 1-D view of it, or a master copy
     is_cut: bool  # the tensor is 1-D; else it has the parameter's shape
-    is_ahead: bool = False  # a master copy that was updated or loaded: it has digits of its own
 
     @classmethod
     def of(
@@ -96,6 +95,13 @@ class OwnedPiece:
         """A gradient of the piece in the dtype that the tensor takes."""
         return grad.to(self.tensor.dtype) if grad is not None and self.has_master else grad
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it has a master copy that says more than the parameter."""
+        return self.has_master and not torch.equal(
+            self.tensor.detach(), self.values().to(self.tensor.dtype)
+        )
+
     @torch.no_grad()
     def follow_param(self) -> None:
         """Take over what was written into the parameter; elsewhere the master keeps its digits."""
@@ -110,7 +116,6 @@ class OwnedPiece:
         new = OwnedPiece.of(self.piece, param, self.is_cut, master_dtype)
         if self.has_master:
             new.tensor.data.copy_(self.tensor.data)
-            new.is_ahead = self.is_ahead
         return new
 
 

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 
@@ -69,6 +70,7 @@ class Reducer:
         self._plan = Plan(transport.world_size, 1)
         self._lanes: list[Lane] = []
         self._lanes_of: dict[int, list[int]] = {}
+        self._forms: list[Any] = []  # of the parameters
         self._is_dense: list[bool] = []  # by parameter
         # For each piece in a bucket: its parameter, and where its gradient is.
         self._views: list[list[tuple[int, torch.Tensor]]] = []
@@ -82,13 +84,19 @@ class Reducer:
 
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """Follow a plan. What is held stays, if the plan only grew."""
-        if plan is self._plan:  # only the memory of parameters is another
-            self._views = self._all_views()
+        forms = [(param.shape, param.stride(), param.dtype, param.device) for param in params]
+        if plan is self._plan and forms == self._forms:  # no more than addresses have changed
             return
-        if plan.buckets[: len(self._lanes)] != self._plan.buckets:
+        are_others = forms[: len(self._forms)] != self._forms
+        if are_others and self.holds_anything:
+            raise RuntimeError(
+                "the parameters have been converted since the last backward: call zero_grad() and "
+                "compute the gradients again"
+            )
+        if are_others or plan.buckets[: len(self._lanes)] != self._plan.buckets:
             self.drop()
             self._lanes = []
-        self._plan, self._params = plan, params
+        self._plan, self._params, self._forms = plan, params, forms
         dtypes = self._reduce_dtype, self._master_dtype
         for bucket in range(len(self._lanes), len(plan.buckets)):
             self._lanes.append(Lane.of(plan, bucket, params, self._transport, *dtypes))
@@ -136,7 +144,9 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward has begun, on all ranks."""
-        self._judge()
+        self.judge()
+        if self._transport.world_size == 1:  # the only case in which a module may be converted
+            self.prepare(self._plan, self._params)
         trainable = list(map(attrgetter("requires_grad"), self._params))
         frozen = {index for index in self._lanes_of if not trainable[index]}
         self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
@@ -266,10 +276,12 @@ class Reducer:
         """Wait until everything that has left is here."""
         while self._flights:
             self._land()
-        self._judge()
+        self.judge()
 
-    def _judge(self) -> None:
-        """Learn what the ranks have said at the end of the last backward, and do what follows."""
+    @torch.no_grad()
+    def judge(self) -> None:
+        """Learn what the ranks have said at the end of the last backward, and do what follows. That
+        may be a second round: to be called on all ranks."""
         if self._verdict is None:
             return
         (marks, pending), self._verdict = self._verdict, None
@@ -291,8 +303,7 @@ class Reducer:
 
     @torch.no_grad()
     def gradients_in(self, bucket: int) -> list[torch.Tensor | None]:
-        """The same for one bucket: the others may still be on their way."""
-        self._judge()
+        """The same for one bucket, after ``judge``: the others may still be on their way."""
         while any(flight.lane.bucket == bucket for flight in self._flights):
             self._land()
         present = self._present
@@ -302,6 +313,12 @@ class Reducer:
         """The parameters that have a gradient."""
         self.settle()
         return self._present
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether there are gradients that no step has used. The same on all ranks."""
+        held = any(lane.holds for lane in self._lanes)
+        return held or bool(self._flights or self._verdict or self._present)
 
     def drop(self) -> None:
         """Forget all gradients, also those of a backward that was never finished."""
@@ -314,6 +331,7 @@ class Reducer:
 
     def clear(self) -> None:
         """The gradients are used up."""
+        assert self._verdict is None
         self._present = set()
         for lane in self._lanes:
             lane.holds = False

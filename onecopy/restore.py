@@ -115,26 +115,26 @@ def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[s
 
 
 class MasterReport(NamedTuple):
-    """Parameters whose master copies are on one side only."""
+    """Whether there are master copies on one side only, among this rank's pieces."""
 
-    lacking: int  # here, and not in what was loaded
-    unused: int  # in what was loaded, and not here
+    are_lacking: bool  # here, and not in what was loaded
+    are_unused: bool  # in what was loaded, and not here
 
 
 def load_masters(local: LocalOptimizer, loadable: Loadable) -> MasterReport:
     """Give the master copies what was saved of them; others are made anew."""
-    found, lacking, unused = dict(loadable.masters), set(), set()
+    found, lacking, unused = dict(loadable.masters), False, False
     for owned in local.pieces:
         state = loadable.states.get(owned.param, {})
         saved = state.get(MASTER)
         if not owned.has_master:
-            unused |= {owned.param} if saved is not None else set()
+            unused |= saved is not None
         elif isinstance(saved, torch.Tensor):
             found[owned.tensor] = _part_of(owned, saved)
         elif owned.tensor not in found and (state or loadable.pieces.get(owned.tensor)):
-            lacking.add(owned.param)
+            lacking = True
     local.take_masters(found)
-    return MasterReport(len(lacking), len(unused))
+    return MasterReport(lacking, unused)
 
 
 def _part_of(owned: OwnedPiece, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -35,13 +36,12 @@ class GradScaler(TorchGradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""
-        attachment: Any = getattr(optimizer, "_attachment", None)
-        if attachment is None:
+        if not hasattr(optimizer, "_skip_step"):  # not ours
             return super().step(optimizer, *args, **kwargs)
-        attached: Any = optimizer
-        steps = attached._steps
-        with attachment.scaled():
+        ours: Any = optimizer
+        attachment, steps = ours._attachment, ours._steps
+        with contextlib.nullcontext() if attachment is None else attachment.scaled():
             result = super().step(optimizer, *args, **kwargs)
-        if attached._steps == steps:
-            attached._skip_step()
+        if ours._steps == steps:
+            ours._skip_step()
         return result

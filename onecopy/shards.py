@@ -142,13 +142,16 @@ class Shards:
     def follow_memory(self) -> None:
         """Parameters that were given new memory keep their pieces, if they look the same."""
         if self._memory.has_moved():
-            if self._transport.world_size > 1 or self._homes is not None:
+            if (
+                self._transport.world_size > 1
+                or self._homes is not None
+                or self.local.master_dtype is not None
+            ):
                 self._memory.require_same_form()
             self.settle()
 
     def step(self, closure: Any, kwargs: Mapping[str, Any], gradients: GradientsOf) -> Any:
         """Update this rank's pieces, and bring all ranks' to all; what the class's step returns."""
-        self.local.masters.follow_params()
         order = self.gatherer.order
         result = self.local.step(closure, kwargs, gradients, order, self._send)
         self._finish_sending()

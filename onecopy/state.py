@@ -19,6 +19,7 @@ from onecopy.buffers import flat_range, is_dense
 from onecopy.intake import OUR_KEYS
 from onecopy.local import LocalOptimizer
 from onecopy.parcels import Form, NotPlain, decode, encode, receive_tensors, send_tensors
+from onecopy.pieces import MASTER
 from onecopy.plan import Piece, Plan
 from onecopy.roster import Roster
 from onecopy.transport import Transport, bytes_from_tensor, tensor_from_bytes
@@ -234,10 +235,13 @@ class _Whole:
                 state.setdefault(key, value)
                 continue
             if key not in state:
-                # Zeros: an owner whose parameter never had a gradient has no state to send.
+                # An owner whose parameter never had a gradient has no state to send: zeros, and
+                # for a master copy the parameter itself.
                 state[key] = torch.zeros_like(
                     param, dtype=value.dtype, device="cpu", memory_format=torch.preserve_format
                 ).detach()
+                if key == MASTER:
+                    state[key].copy_(param.detach())
             position = next(i for i, tensor in enumerate(tensors) if tensor is value)
             room[position] = flat_range(state[key], piece.start, piece.stop)
         return room

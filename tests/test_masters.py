@@ -498,10 +498,134 @@ def test_masters_that_nobody_wants_are_not_ignored_in_silence(
                 load(other, wide)
             report = other.load(tmp_path, wide, strict=False)
             assert any(MASTER in key for key in report.unexpected)
+            assert other.state  # the rest fits, and is loaded
         else:
             load(other, wide)
     if way is through_a_dict:
         assert ["left out" in message for message in heard.messages] == [True] * (world.rank == 0)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("way", [through_files, through_dcp])
+def test_a_parameter_without_state_gets_none_from_its_master(
+    world: World, way: Any, tmp_path: Path
+) -> None:
+    """Plain Adam would take a master copy alone for state that is complete."""
+    model = Net()
+    optimizer = ours(model, AdamW, lr=0.01)
+    give_gradients(world, 0, model)
+    model.first.zero_grad()
+    optimizer.step()
+    load = way(world, optimizer, model, tmp_path)
+    again = ours(model, AdamW, lr=0.01)
+    load(again, model)
+    assert not any(MASTER in state for state in again.state.values())
+    again.consolidate_state_dict(to=0)
+    if world.rank == 0:
+        plain = AdamW(model.parameters(), lr=0.01)
+        plain.load_state_dict(again.state_dict())
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        plain.step()
+
+
+@distributed(1, 2)
+@EVERY_WAY
+def test_state_that_had_not_begun_has_not_begun(world: World, way: Any, tmp_path: Path) -> None:
+    """With dampening the first step of a momentum is another than the second."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    model, theirs = Net(), Net()
+    optimizer, reference = ours(model, SGD, **options), Reference(theirs, SGD, **options)
+    load = way(world, optimizer, model, tmp_path)
+    again = ours(model, SGD, **options, bucket_mb=0.01)
+    load(again, model)
+    train(world, again, model, reference, theirs, range(2))
+
+
+@distributed(1, 2)
+def test_what_is_not_loaded_keeps_its_digits(world: World, tmp_path: Path) -> None:
+    model, optimizer, theirs, reference = pair("SGD-momentum")
+    train(world, optimizer, model, reference, theirs, range(2))
+    other = Net()
+    other.first = nn.Linear(11, 36).to(BF16)
+    ours(other, SGD, lr=0.1, momentum=0.9).save(tmp_path)
+    before = [o.tensor.clone() for o in optimizer._local.of(model.first.weight)]
+    report = optimizer.load(tmp_path, strict=False)
+    assert any("first.weight" in key for key in report.mismatched)
+    after = [o.tensor for o in optimizer._local.of(model.first.weight)]
+    assert all(map(torch.equal, before, after))
+
+
+@distributed(1, 2)
+def test_what_was_written_into_the_parameters_is_saved(world: World) -> None:
+    model, optimizer, theirs, reference = pair("AdamW-foreach")
+    train(world, optimizer, model, reference, theirs, range(1))
+    model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+    optimizer.consolidate_state_dict(to=0)
+    if world.rank == 0:
+        for state in optimizer.state_dict()["state"].values():
+            assert MASTER not in state or bool((state[MASTER] == 1).all())
+
+
+class Averaging(SGD):
+    """Has `eval`, as schedule-free classes do."""
+
+    def eval(self) -> None:
+        pass
+
+
+@distributed(1, 2)
+def test_eval_does_not_undo_what_was_loaded_into_the_module(world: World) -> None:
+    model = Net()
+    optimizer = ours(model, Averaging, lr=0.1, partition="elementwise")
+    give_gradients(world, 0, model)
+    optimizer.step()
+    model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+    optimizer.eval()
+    assert all(bool((param == 1).all()) for param in model.parameters())
+
+
+@distributed(1, 2)
+def test_a_graph_from_before_the_step_is_refused(world: World) -> None:
+    model = Loss()
+    optimizer = ours(model, SGD, lr=0.1)
+    loss = model(torch.ones(2, 11, dtype=BF16))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class KeepsX(torch.optim.Optimizer):
+    key = "x"
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault(self.key, torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(state[self.key], alpha=group["lr"])
+
+
+class KeepsA(KeepsX):
+    key = "a"
+
+
+@distributed(1, 2)
+def test_state_of_another_class_is_refused_with_masters_too(world: World, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = ours(model, KeepsX, partition="elementwise")
+    give_gradients(world, 0, model)
+    optimizer.step()
+    optimizer.save(tmp_path)
+    with pytest.raises(ValueError, match="does not fit"):
+        ours(model, KeepsA, partition="elementwise").load(tmp_path)
 
 
 # ---------------------------------------- bad input ---------------------------------------------

@@ -1,0 +1,216 @@
+"""Faults that a review of attached mode has found, each as a test."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import World, distributed
+from models import Mlp
+from test_join import batch_of, build, compare, reference, sharded, uneven
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from onecopy import GradScaler, ZeroRedundancyOptimizer
+
+
+class UsedTwice(nn.Module):
+    """With reentrant checkpointing, the second gradient of the weight comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layer, x, use_reentrant=True)
+        return checkpoint(self.layer, x, use_reentrant=True).square().sum()
+
+
+@distributed(1, 2, 3)
+def test_a_rank_that_owns_nothing_takes_part_in_a_second_round(world: World) -> None:
+    model, plain_model = UsedTwice(), UsedTwice()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, partition="whole", lr=0.01)
+    optimizer.attach(model)
+    plain = SGD(plain_model.parameters(), lr=0.01)
+    for _ in range(2):
+        x = torch.full((2, 4), 1.0, requires_grad=True)  # the same on all ranks
+        model(x).backward()
+        optimizer.step()
+        plain_model(x).backward()
+        plain.step()
+        plain.zero_grad()
+    torch.testing.assert_close(model.layer.weight, plain_model.layer.weight)
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, use_p: bool) -> torch.Tensor:
+        return ((self.p if use_p else self.q) * 2).sum()
+
+
+@distributed(2, 3, 4)
+def test_a_rank_that_owns_nothing_forgets_the_last_backward_too(world: World) -> None:
+    model = OneOfTwo()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    model(True).backward()
+    optimizer.step()
+    model(False).backward()
+    assert optimizer.full_grad(model.p) is None
+    assert float(optimizer.full_grad(model.q)) == 2.0
+
+
+@distributed(2, 3)
+def test_lazy_gathers_end_with_each_step_inside_join(world: World) -> None:
+    """DDP sends its parameters around when the context ends."""
+    inputs = uneven(world)
+    model, expected = build(Mlp), build(Mlp)
+    reference(world, expected, lambda p: SGD(p, lr=0.1), inputs)
+    optimizer = sharded(model.parameters(), SGD, lr=0.1)
+    ddp = DistributedDataParallel(model)
+    optimizer.attach(ddp, lazy_gather=True)
+    with Join([ddp, optimizer]):
+        for step in range(inputs[world.rank]):
+            ddp(batch_of(model, world.rank, step)).backward()
+            optimizer.step()
+            assert not optimizer._shards.gatherer._launched
+    optimizer.assert_replicas_equal()
+    compare(world, model, expected, exact=False)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("whose", ["optimizer", "module"])
+def test_gradients_dropped_inside_join_are_dropped_by_joined_ranks(
+    world: World, whose: str
+) -> None:
+    inputs, dropped = uneven(world), 3  # when some ranks have joined
+    model, expected = build(Mlp), build(Mlp)
+    reference(
+        *(world, expected, lambda p: SGD(p, lr=0.1), inputs),
+        look=lambda _, step: "skip" if step == dropped else None,
+    )
+    optimizer = sharded(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    with Join([optimizer]):
+        for step in range(inputs[world.rank]):
+            model(batch_of(model, world.rank, step)).backward()
+            if step == dropped:
+                (optimizer if whose == "optimizer" else model).zero_grad()
+            else:
+                optimizer.step()
+    compare(world, model, expected, exact=False)
+
+
+@distributed(2, 3)
+def test_a_step_that_our_scaler_skips_as_drop_in_is_skipped_by_joined_ranks(world: World) -> None:
+    inputs, bad = uneven(world), 3
+    model, expected = build(Mlp), build(Mlp)
+    reference(
+        *(world, expected, lambda p: SGD(p, lr=0.1), inputs),
+        look=lambda _, step: "skip" if step == bad else None,
+    )
+    optimizer = sharded(model.parameters(), SGD, lr=0.1)
+    ddp, scaler = DistributedDataParallel(model), GradScaler("cpu", init_scale=4.0)
+    with Join([ddp, optimizer]):
+        for step in range(inputs[world.rank]):
+            loss = ddp(batch_of(model, world.rank, step))
+            scaler.scale(loss * (torch.inf if step == bad else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    compare(world, model, expected, exact=False)
+
+
+def to_channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+@distributed(1)
+@pytest.mark.parametrize("change", [to_channels_last, nn.Module.double])
+def test_one_rank_follows_a_module_that_changes_its_form(world: World, change: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(128, 2))
+    plain_model = copy.deepcopy(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    plain = SGD(plain_model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            change(model)
+            change(plain_model)
+        x = torch.randn(2, 3, 6, 6).to(next(model.parameters()).dtype)
+        for net, opt in ((model, optimizer), (plain_model, plain)):
+            net(x).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+class Replacing(torch.optim.Optimizer):
+    """Gives its parameters other memory in every step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+@distributed(1, 2, 3)
+@pytest.mark.parametrize("master_dtype", [None, torch.float32])
+def test_a_class_that_gives_parameters_other_memory(world: World, master_dtype: Any) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if master_dtype is None else torch.bfloat16
+    model = Mlp().to(dtype)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), Replacing, bucket_mb=0.0005, master_dtype=master_dtype, lr=0.5
+    )
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.assert_replicas_equal()
+    for param, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.float(), (old.float() - 1.0), rtol=0.01, atol=0.01)
+
+
+@distributed(2)
+def test_many_groups_are_stepped_by_buckets_and_come_back(world: World) -> None:
+    params = [nn.Parameter(torch.full((9,), float(i))) for i in range(12)]
+    optimizer = ZeroRedundancyOptimizer(
+        [{"params": [param], "lr": 0.1 * i} for i, param in enumerate(params)], SGD, bucket_mb=1e-4
+    )
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for i, param in enumerate(params):
+        torch.testing.assert_close(param.detach(), torch.full((9,), i - 0.1 * i))
+    assert len(optimizer.optim.param_groups) == 12
+    everywhere = [t for group in optimizer.optim.param_groups for t in group["params"]]
+    assert len(everywhere) == len(optimizer._shards.local.pieces)
+
+
+@distributed(1, 2)
+def test_the_memory_report_knows_gradients_that_wait_for_the_next_backward(world: World) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    before = optimizer.memory_report().gradients
+    with optimizer.no_sync():
+        model(model.batch((world.rank + 1, 1))).backward()
+    assert optimizer.memory_report().gradients - before == 328 * 4
