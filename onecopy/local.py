@@ -311,11 +311,13 @@ class LocalOptimizer:
     def _kept_in_place(self) -> Iterator[None]:
         """A class may give its parameters other memory (``p.data = ...``): the values come back."""
         homes = [(owned.tensor, owned.tensor.data) for owned in self.pieces]
-        yield
-        for tensor, home in homes:
-            if tensor.data_ptr() != home.data_ptr():
-                home.copy_(tensor.data)
-                tensor.data = home
+        try:
+            yield
+        finally:
+            for tensor, home in homes:
+                if tensor.data_ptr() != home.data_ptr():
+                    home.copy_(tensor.data)
+                    tensor.data = home
 
     def by_bucket(
         self, gradients: Sequence[torch.Tensor | None]
