@@ -9,7 +9,7 @@ import harness
 import pytest
 
 # A test with more cases than this, its world sizes counted, is thinned out for the quick run.
-MANY_CASES = 8
+MANY_CASES = 4
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
