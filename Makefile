@@ -60,7 +60,7 @@ bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
 bench-step: $(VENV)/.installed ## time and bytes of whole steps, beside DDP and torch's class
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/step.py --batch 1 --tokens 16
-	$(BIN)/python benchmarks/step.py --model tiny
+	$(BIN)/python benchmarks/step.py --model tiny --steps 20 --rounds 5
 	$(BIN)/python benchmarks/step.py --ranks 2 --gbit 1 --rounds 4 --steps 5
 
 bench-overhead: $(VENV)/.installed ## what a step costs beside the optimizer class
