@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
 from onecopy.norm import clip_coefficient, total_norm
+from onecopy.pieces import updated_in
 from onecopy.plan import Piece, Plan
 from onecopy.reducer import Reducer
 from onecopy.roster import Roster
@@ -155,33 +156,35 @@ class Attachment:
     @torch.no_grad()
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients."""
-        of_form: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradients in self._alike():
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def _alike(self) -> Iterable[list[torch.Tensor]]:
+        """The gradients of this rank, in lists of one device and dtype."""
+        lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for grad in self.reducer.gradients():
             if grad is not None and grad.numel():
-                of_form.setdefault((grad.device, grad.dtype), []).append(grad)
-        for (device, _), gradients in of_form.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+                lists.setdefault((grad.device, grad.dtype), []).append(grad)
+        return lists.values()
 
     @torch.no_grad()
     def unscale(self, inv_scale: torch.Tensor | float, allow_fp16: bool) -> torch.Tensor:
         """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN."""
         self._require_finished()
-        gradients_here = self.reducer.gradients()
-        narrow = [p for p in self._shards.roster.params if p.dtype == torch.float16]
-        if narrow and not allow_fp16 and self._shards.local.master_dtype is None:
+        params, master_dtype = self._shards.roster.params, self._shards.local.master_dtype
+        held_in = {
+            updated_in(params[index].dtype, master_dtype) for index in self.reducer.present()
+        }
+        if torch.float16 in held_in and not allow_fp16:
             raise ValueError(
                 "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
                 "the optimizer with master_dtype=torch.float32, or keep the parameters in float32 "
                 "and use torch.autocast"
             )
-        of_device: dict[torch.device, list[torch.Tensor]] = {}
-        for grad in gradients_here:
-            if grad is not None and grad.numel():
-                of_device.setdefault(grad.device, []).append(grad)
         verdict = torch.zeros(1, device=self._transport.control_device)
-        for device, gradients in of_device.items():
-            found = torch.zeros(1, device=device)
-            inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
+        for gradients in self._alike():
+            found = torch.zeros(1, device=gradients[0].device)
+            inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=found.device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
             verdict = torch.maximum(verdict, found.to(verdict.device))
         self._transport.maximum(verdict).wait()
@@ -206,14 +209,13 @@ class Attachment:
     @torch.no_grad()
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The averaged gradient of a parameter, on all ranks. Collective."""
-        mine = dict(enumerate(self.reducer.gradients()))
+        gradients = self.reducer.gradients()
         if index not in self.reducer.present():
             return None
         plan, param = self._shards.plan, self._shards.roster.params[index]
         whole = torch.empty_like(param)
         whole = whole if is_dense(param) else whole.contiguous()
-        for number, owned in enumerate(self._shards.local.pieces):
-            grad = mine[number]
+        for owned, grad in zip(self._shards.local.pieces, gradients, strict=True):
             if owned.piece.param == index and grad is not None:
                 flat = flat_range(whole, owned.piece.start, owned.piece.stop)
                 flat.copy_(flat_range(grad, 0, grad.numel()))

@@ -20,7 +20,6 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.kinds import step_without_hooks
-from onecopy.pieces import MASTER
 
 _TOY_SHAPE = (2, 3)
 _SMALL = 4
@@ -79,7 +78,7 @@ class Maker:
 
     def is_marked(self, key: str) -> bool:
         """Whether a state begins with negative zeros."""
-        return key not in self._starts and key != MASTER
+        return key not in self._starts
 
     def start_of(self, key: str) -> float:
         """The value with which a state begins; -0.0 unless the class is known to start elsewhere.

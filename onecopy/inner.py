@@ -1,9 +1,9 @@
-"""One optimizer class on this rank, and a closure that all of them may ask for its loss."""
+"""One optimizer class on this rank; the state of all; the closure that they may ask for a loss."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,46 @@ class InnerBefore:
         self.inner.groups = self.groups
         self.inner.optimizer.state = self.state  # type: ignore[assignment]
         self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
+
+
+class OwnedState(MutableMapping[torch.Tensor, Any]):
+    """The state of what this rank owns, keyed by the tensors of the inner optimizers.
+
+    True even when empty. Why: torch's checkpoint helpers take a false ``state`` for one that has
+    yet to be made, and make it by stepping the live optimizer.
+    """
+
+    def __init__(self, inners: Callable[[], Sequence[Inner]]) -> None:
+        self._inners = inners
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, tensor: torch.Tensor) -> Any:
+        return self._holder(tensor)[tensor]
+
+    def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        self._holder(tensor)[tensor] = value
+
+    def __delitem__(self, tensor: torch.Tensor) -> None:
+        del self._holder(tensor)[tensor]
+
+    def _holder(self, tensor: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+        for inner in self._inners():
+            if tensor in inner.optimizer.state:
+                return inner.optimizer.state
+        raise KeyError(
+            "this rank holds no state under that tensor: no step has made any yet, or it is not "
+            'one of its tensors, which are in optimizer.optim.param_groups[i]["params"], since a '
+            "parameter may be cut over the ranks"
+        )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for inner in self._inners():
+            yield from inner.optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(inner.optimizer.state) for inner in self._inners())
 
 
 class Replay:

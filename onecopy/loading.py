@@ -37,7 +37,7 @@ from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
 from onecopy.naming import BY_INDEX
 from onecopy.options import options_from
-from onecopy.portrait import Masters, PieceStates, Portrait
+from onecopy.portrait import MasterCopies, PieceStates, Portrait
 from onecopy.progress import Progress
 from onecopy.reader import Reader
 from onecopy.restore import Loadable
@@ -162,7 +162,7 @@ class _Take:
     saved: SavedState
     pieces: PieceStates
     kept: PieceStates  # of parameters that do not fit, what they have
-    masters: Masters
+    masters: MasterCopies
 
     def loadable(self, transport: Transport) -> Loadable:
         """Without the state that did not exist when it was saved. Collective."""
@@ -181,7 +181,7 @@ def _read(
     found: Findings,
     reader: Reader,
     exchange: Exchange,
-) -> tuple[PieceStates, Masters]:
+) -> tuple[PieceStates, MasterCopies]:
     """The state of this rank's pieces of the parameters that fit, and their master copies."""
     total = sum(leaf.nbytes for _, leaf in leaves(tree["state"]) if isinstance(leaf, Fragment))
     with Progress("loading", total, portrait.rank == 0) as bar:
@@ -198,7 +198,7 @@ def _read(
     return portrait.pieces_from(states)
 
 
-def _kept(portrait: Portrait, found: Findings) -> tuple[PieceStates, Masters]:
+def _kept(portrait: Portrait, found: Findings) -> tuple[PieceStates, MasterCopies]:
     """The live state and the master copies of parameters that do not fit."""
     live = portrait.local.state
     params = zip(portrait.names, portrait.roster.params, strict=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from onecopy.inner import Inner, InnerBefore, Replay
+from onecopy.inner import Inner, InnerBefore, OwnedState, Replay
 from onecopy.intake import options_of
 from onecopy.kinds import step_without_hooks
 from onecopy.pieces import MASTER, Holdings, Masters, OwnedPiece, updated_in
@@ -46,13 +46,12 @@ class LocalOptimizer:
         self.master_dtype = master_dtype
         self._held = Holdings()
         self.masters = Masters(self._held)
-        self._known_portions: dict[int, list[Portion]] | None = (
-            None  # until pieces or groups change
-        )
+        # What is in which bucket, until pieces or groups change.
+        self._known_portions: dict[int, list[Portion]] | None = None
         self._inners: dict[type[Optimizer], Inner] = {}
         self._default_class = default_class
         self._defaults = dict(defaults)
-        self.state = OwnedState(self)
+        self.state = OwnedState(lambda: self.inners)
 
     # ------------------------------------------------------------------ parameters and groups
 
@@ -364,43 +363,3 @@ class LocalOptimizer:
             for cls, inner in self._inners.items()
         }
         return new
-
-
-class OwnedState(MutableMapping[torch.Tensor, Any]):
-    """The state of what this rank owns, keyed by the tensors of the inner optimizers.
-
-    True even when empty. Why: torch's checkpoint helpers take a false ``state`` for one that has
-    yet to be made, and make it by stepping the live optimizer.
-    """
-
-    def __init__(self, local: LocalOptimizer) -> None:
-        self._local = local
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __getitem__(self, tensor: torch.Tensor) -> Any:
-        return self._holder(tensor)[tensor]
-
-    def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
-        self._holder(tensor)[tensor] = value
-
-    def __delitem__(self, tensor: torch.Tensor) -> None:
-        del self._holder(tensor)[tensor]
-
-    def _holder(self, tensor: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
-        for inner in self._local.inners:
-            if tensor in inner.optimizer.state:
-                return inner.optimizer.state
-        raise KeyError(
-            "this rank holds no state under that tensor: no step has made any yet, or it is not "
-            'one of its tensors, which are in optimizer.optim.param_groups[i]["params"], since a '
-            "parameter may be cut over the ranks"
-        )
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for inner in self._local.inners:
-            yield from inner.optimizer.state
-
-    def __len__(self) -> int:
-        return sum(len(inner.optimizer.state) for inner in self._local.inners)

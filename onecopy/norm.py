@@ -1,4 +1,8 @@
-"""The norm of all gradients, of which every rank holds a part: one all-reduce."""
+"""The norm of all gradients, of which every rank holds a part: one all-reduce.
+
+Nothing here is brought to the CPU: with gradients on an accelerator that would stop it once for
+every piece.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,21 @@ def total_norm(
     As torch does, it is the norm of the norms of the parameters: that matters for the norm of type
     zero only.
     """
+    device = transport.control_device
     place = {index: number for number, index in enumerate(sorted(present))}
     mine = [
         (place[piece.param], grad)
         for piece, grad in zip(pieces, gradients, strict=True)
         if grad is not None and grad.numel()
     ]
-    with torch.device("cpu"):  # whatever the default device is
-        found = torch._foreach_norm([grad for _, grad in mine], norm_type) if mine else []
-        values = torch.tensor([float(norm) for norm in found], dtype=torch.float64)
-        places = torch.tensor([number for number, _ in mine], dtype=torch.int64)
-        if math.isinf(norm_type):
-            norms = _extremes(transport, places, values, len(place), norm_type)
-        else:
-            norms = _sums_of_powers(transport, places, values, len(place), norm_type)
-        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if place else norms.sum()
+    places = torch.tensor([number for number, _ in mine], dtype=torch.int64, device=device)
+    values = torch.zeros(len(mine), dtype=torch.float64, device=device)
+    if mine:
+        found = torch._foreach_norm([grad for _, grad in mine], norm_type)
+        torch._foreach_copy_(list(values.unbind()), list(found))
+    combine = _extremes if math.isinf(norm_type) else _sums_of_powers
+    norms = combine(transport, places, values, len(place), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if place else norms.sum()
     return total.float()
 
 
@@ -51,11 +55,10 @@ def _sums_of_powers(
 ) -> torch.Tensor:
     """The norms of whole parameters from those of their pieces."""
     exponent = norm_type or 1.0  # that of type zero is a number of elements
-    parts = torch.zeros(count, dtype=torch.float64)
-    parts.index_add_(0, places, values**exponent)
-    parts = parts.to(transport.control_device)
+    parts = values.new_zeros(count).index_add_(0, places, values**exponent)
     transport.total(parts).wait()
-    return parts.cpu() ** (1 / exponent)
+    norms: torch.Tensor = parts ** (1 / exponent)
+    return norms
 
 
 def _extremes(
@@ -70,17 +73,14 @@ def _extremes(
     A maximum over the ranks may lose a NaN, and not on all of them alike: it has a row of its own.
     """
     sign = 1.0 if norm_type > 0 else -1.0  # of the least, the negative is the greatest
-    parts = torch.zeros((2, count), dtype=torch.float64)
-    parts[0] = 0.0 if sign > 0 else -math.inf  # the norm of no elements
-    for place, value in zip(places.tolist(), values.tolist(), strict=True):
-        if math.isnan(value):
-            parts[1, place] = 1.0
-        else:
-            parts[0, place] = max(float(parts[0, place]), sign * value)
-    parts = parts.to(transport.control_device)
+    of_nothing = 0.0 if sign > 0 else -math.inf
+    is_nan = values.isnan()
+    parts = values.new_zeros((2, count))
+    parts[0] = of_nothing
+    parts[0].scatter_reduce_(0, places, (sign * values).masked_fill(is_nan, of_nothing), "amax")
+    parts[1].scatter_reduce_(0, places, is_nan.to(parts.dtype), "amax")
     transport.maximum(parts).wait()
-    extremes, nan = parts.cpu()
-    norms: torch.Tensor = (sign * extremes).masked_fill(nan > 0, math.nan)
+    norms: torch.Tensor = (sign * parts[0]).masked_fill(parts[1] > 0, math.nan)
     return norms
 
 

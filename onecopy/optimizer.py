@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from onecopy.agreement import agree, require_agreement
 from onecopy.attaching import Attaches
 from onecopy.full_state import FullState
-from onecopy.inner import Replay
+from onecopy.inner import OwnedState, Replay
 from onecopy.intake import as_groups, check_options, check_tensors, first_device, take_in
 from onecopy.join import Party, Turn, follow_lender, lend_gradients
 from onecopy.joining import Joins
 from onecopy.keeping import KeepsState
-from onecopy.local import GradientsOf, LocalOptimizer, OwnedState, of_the_parameters
+from onecopy.local import GradientsOf, LocalOptimizer, of_the_parameters
 from onecopy.plan import make_plan
 from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas

@@ -31,7 +31,7 @@ from onecopy.roster import Roster
 from onecopy.state import require_cut_state
 
 PieceStates = dict[torch.Tensor, dict[str, Any]]  # by the tensors of the inner optimizers
-Masters = dict[torch.Tensor, torch.Tensor]
+MasterCopies = dict[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +222,11 @@ class Portrait:
 
     # ------------------------------------------------------------------ reading back
 
-    def pieces_from(self, states: Mapping[str, Any]) -> tuple[PieceStates, Masters]:
+    def pieces_from(self, states: Mapping[str, Any]) -> tuple[PieceStates, MasterCopies]:
         """The state of each piece and its master copy, by the tensor of the inner optimizer, from
         the ``"state"`` of a tree."""
         found: PieceStates = {}
-        masters: Masters = {}
+        masters: MasterCopies = {}
         for index in self.indices():
             state = states.get(self.names[index])
             pieces = self.local.of(self.roster.params[index]) if state is not None else ()

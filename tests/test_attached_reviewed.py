@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import World, distributed
-from models import Mlp
+from models import Mlp, noise
 from test_join import batch_of, build, compare, reference, sharded, uneven
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -38,11 +39,13 @@ def test_a_rank_that_owns_nothing_takes_part_in_a_second_round(world: World) -> 
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, partition="whole", lr=0.01)
     optimizer.attach(model)
     plain = SGD(plain_model.parameters(), lr=0.01)
-    for _ in range(2):
-        x = torch.full((2, 4), 1.0, requires_grad=True)  # the same on all ranks
+    for step in range(2):
+        x = noise(2, 4, seed=(world.rank + 1, step + 1)).requires_grad_()
         model(x).backward()
         optimizer.step()
         plain_model(x).backward()
+        dist.all_reduce(plain_model.layer.weight.grad)
+        plain_model.layer.weight.grad /= world.size
         plain.step()
         plain.zero_grad()
     torch.testing.assert_close(model.layer.weight, plain_model.layer.weight)
@@ -53,8 +56,8 @@ class OneOfTwo(nn.Module):
         super().__init__()
         self.p, self.q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
-    def forward(self, use_p: bool) -> torch.Tensor:
-        return ((self.p if use_p else self.q) * 2).sum()
+    def forward(self, use_p: bool, factor: float) -> torch.Tensor:
+        return ((self.p if use_p else self.q) * factor).sum()
 
 
 @distributed(2, 3, 4)
@@ -62,11 +65,13 @@ def test_a_rank_that_owns_nothing_forgets_the_last_backward_too(world: World) ->
     model = OneOfTwo()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     optimizer.attach(model)
-    model(True).backward()
+    model(True, world.rank).backward()
     optimizer.step()
-    model(False).backward()
+    model(False, world.rank).backward()
     assert optimizer.full_grad(model.p) is None
-    assert float(optimizer.full_grad(model.q)) == 2.0
+    average = (world.size - 1) / 2
+    assert float(optimizer.full_grad(model.q)) == pytest.approx(average)
+    assert float(model.p.detach()) == pytest.approx(1 - 0.1 * average)
 
 
 @distributed(2, 3)

@@ -213,7 +213,7 @@ def test_masters_that_nobody_wants_are_not_ignored_in_silence(
 
 
 @distributed(1, 2)
-@pytest.mark.parametrize("way", [through_files, through_dcp])
+@EVERY_WAY
 def test_a_parameter_without_state_gets_none_from_its_master(
     world: World, way: Any, tmp_path: Path
 ) -> None:

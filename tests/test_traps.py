@@ -293,9 +293,11 @@ def test_a_share_that_fits_a_narrow_wire_is_not_rounded_to_infinity_before(world
     model = nn.Linear(5, 7, bias=False)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
     optimizer.attach(model, reduce_dtype=torch.float16)
-    model(torch.full((1, 5), 100000.0)).sum().backward()  # half of it is less than 65504
+    values = [100000.0 - 4000 * rank for rank in range(world.size)]  # half is less than 65504
+    model(torch.full((1, 5), values[world.rank])).sum().backward()
     found = optimizer.full_grad(model.weight)
-    torch.testing.assert_close(found, torch.full((7, 5), 100000.0), rtol=1e-3, atol=0)
+    average = sum(values) / world.size
+    torch.testing.assert_close(found, torch.full((7, 5), average), rtol=1e-3, atol=0)
 
 
 # ---------------------------------------- options ----------------------------------------
