@@ -11,13 +11,16 @@ PIP_INSTALL := pip install --quiet --disable-pip-version-check
 TORCH_INSTALL := $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PACKAGE_INSTALL := $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 
+BENCH_VENV := .venv-bench
+BENCH_BIN := $(BENCH_VENV)/bin
+
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_BIN := $(TORCH_VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-torch lint types format \
-        bench-balance bench-plan bench-cuts bench-step bench-overhead bench-consolidate bench-checkpoint \
+        bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
         clean
 
 help: ## print this list
@@ -48,6 +51,13 @@ test-torch: ## the tests with another torch, TORCH=x.y.z, in a venv of its own
 	$(MAKE) --no-print-directory $(TORCH_VENV)/.installed
 	$(TORCH_BIN)/pytest
 
+bench: $(BENCH_VENV)/.installed ## every peer and our modes in one run (FULL=1: all of it)
+	$(BENCH_BIN)/python benchmarks/bench.py $(if $(FULL),--full)
+
+bench-compare: $(BENCH_VENV)/.installed ## our modes at BASE=<git ref> and as they are now
+	$(if $(BASE),,$(error say with what to compare: make bench-compare BASE=main))
+	$(BENCH_BIN)/python benchmarks/compare.py $(BASE)
+
 bench-balance: $(VENV)/.installed ## how evenly plans load the ranks
 	$(BIN)/python benchmarks/balance.py
 
@@ -56,12 +66,6 @@ bench-plan: $(VENV)/.installed ## how long planning takes
 
 bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
 	$(BIN)/python benchmarks/cuts.py
-
-bench-step: $(VENV)/.installed ## time and bytes of whole steps, beside DDP and torch's class
-	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/step.py --batch 1 --tokens 16
-	$(BIN)/python benchmarks/step.py --model tiny --steps 20 --rounds 5
-	$(BIN)/python benchmarks/step.py --ranks 2 --gbit 1 --rounds 4 --steps 5
 
 bench-overhead: $(VENV)/.installed ## what a step costs beside the optimizer class
 	$(BIN)/python benchmarks/overhead.py
@@ -83,6 +87,16 @@ $(VENV)/.installed: requirements/torch.txt requirements/dev.txt pyproject.toml
 	@$(BIN)/$(TORCH_INSTALL) -r requirements/torch.txt
 	@$(BIN)/$(PIP_INSTALL) --no-deps -r requirements/dev.txt
 	@$(BIN)/$(PACKAGE_INSTALL)
+	@touch $@
+
+# The peers look for torch when they are built, hence no isolation.
+$(BENCH_VENV)/.installed: requirements/torch.txt requirements/bench-build.txt requirements/bench.txt
+	@echo "setting up $(BENCH_VENV) with the peers"
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@$(BENCH_BIN)/$(TORCH_INSTALL) -r requirements/torch.txt
+	@$(BENCH_BIN)/$(PIP_INSTALL) --no-deps -r requirements/bench-build.txt
+	@$(BENCH_BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation -r requirements/bench.txt
+	@$(BENCH_BIN)/$(PACKAGE_INSTALL)
 	@touch $@
 
 $(TORCH_VENV)/.installed: requirements/dev.txt pyproject.toml

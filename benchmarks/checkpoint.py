@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from costs import Cost, report
 from measuring import (
     MB,
     Sample,
@@ -221,30 +222,29 @@ def run_rank(directory: Path, args: argparse.Namespace) -> None:
         bench = Bench(where, args)
         written = take_turns(bench.writing(), args.rounds)
         if dist.get_rank() == 0:
-            print_table("writing", written, args.mb, DISK)
+            report(table("Writing", written, args.mb, DISK), args)
             blocking = slowest(written, ASYNC) / slowest(written, COPY)
             print(f"async_save blocks for {blocking:.2f} times a copy of the shard")
         read = take_turns(bench.reading(), args.rounds)
         if dist.get_rank() == 0:
-            print_table("reading", read, args.mb, READ)
+            report(table("Reading", read, args.mb, READ), args)
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(where)
 
 
-def print_table(title: str, everyone: list[Samples], mb: int, unit: str) -> None:
+def table(what: str, everyone: list[Samples], mb: int, unit: str) -> Cost:
     world = len(everyone)
-    print(f"\n{title}: {world} ranks, {mb} MB of state, {mb // world} MB on each")
-    print(f"{'':40}{'seconds':>9}{'MB/s':>8}{'speed':>8}{'rank 0':>12}{'others':>12}")
+    rows = []
     for name in everyone[0]:
         seconds, growth = slowest(everyone, name), growths(everyone, name)
         speed = slowest(everyone, unit) / seconds
-        print(
-            f"{name:40}{seconds:9.3f}{mb / seconds:8.0f}{speed:8.3g}"
-            f"{growth[0]:+9.0f} MB{max(growth[1:]):+9.0f} MB",
-            flush=True,
-        )
+        numbers = (f"{seconds:.3f}", f"{mb / seconds:.0f}", f"{speed:.3g}")
+        rows.append((name, *numbers, f"{growth[0]:+.0f} MB", f"{max(growth[1:]):+.0f} MB"))
+    title = f"{what} a checkpoint of {mb} MB, {world} ranks, {mb // world} MB on each"
+    columns = ("", "seconds", "MB/s", "speed", "memory of rank 0", "of others")
+    return Cost(title, columns, tuple(rows))
 
 
 def main() -> None:

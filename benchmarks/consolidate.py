@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from costs import Cost, report
 from measuring import (
     MB,
     Sample,
@@ -116,32 +117,31 @@ def run_rank(_: Path, args: argparse.Namespace) -> None:
                 method.clean_up()
     everyone = gathered(samples)
     if dist.get_rank() == TARGET:
-        print_table(everyone, args.mb)
+        report(table(everyone, args.mb), args)
 
 
 # -------------------------------------------------------------------------- the table
 
 
-def print_table(everyone: list[Samples], mb: int) -> None:
+def table(everyone: list[Samples], mb: int) -> Cost:
     world = len(everyone)
-    print(f"\n{world} ranks, {mb} MB of state, {mb // world} MB on each")
-    print(f"{'':28}{'seconds':>9}{'MB/s':>8}{'speed':>8}{'target':>13}{'bystander':>13}")
     raw = slowest(everyone, RAW)
+    rows = []
     for name in everyone[TARGET]:
         seconds = slowest(everyone, name)
         growth = growths(everyone, name)
         others = max(growth[:TARGET] + growth[TARGET + 1 :])
-        print(
-            f"{name:28}{seconds:9.3f}{mb / seconds:8.0f}{raw / seconds:8.3g}"
-            f"{growth[TARGET]:+10.0f} MB{others:+10.0f} MB",
-            flush=True,
-        )
+        numbers = (f"{seconds:.3f}", f"{mb / seconds:.0f}", f"{raw / seconds:.3g}")
+        rows.append((name, *numbers, f"{growth[TARGET]:+.0f} MB", f"{others:+.0f} MB"))
+    title = f"Collecting {mb} MB of state on one of {world} ranks, {mb // world} MB on each"
+    columns = ("", "seconds", "MB/s", "speed", "memory of the target", "of a bystander")
+    return Cost(title, columns, tuple(rows))
 
 
 def main() -> None:
     parser = arguments_about_state(__doc__, mb=256, rounds=7)
     args = parser.parse_args()
-    print("speed: of the raw gather = 1. target, bystander: growth of resident memory at the peak")
+    print("speed: of the raw gather = 1. memory: growth of a process at the peak")
     for world in args.ranks:
         on_ranks(world, run_rank, args)
 

@@ -12,24 +12,18 @@ whether the run succeeds, fails or is interrupted. Needs root, and `ip` and `tc`
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.resource_tracker
+import ctypes
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from measuring import as_rank
 
 HOSTS = 2
+_NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
 
 
 class NoHosts(Exception):
@@ -41,7 +35,17 @@ class Wire:
     """What the ranks are connected by: a network device of the same name on each host."""
 
     device: str
-    hosts: int
+    namespaces: tuple[str, ...] = ()  # of the hosts; none is needed for a single one
+
+    @property
+    def hosts(self) -> int:
+        return max(1, len(self.namespaces))
+
+    def enter(self, rank: int, world: int) -> None:
+        """Put this process, which has no threads yet, on the host of its rank."""
+        if self.namespaces:
+            _enter_namespace(self.namespaces[rank * self.hosts // world])
+        os.environ["GLOO_SOCKET_IFNAME"] = self.device
 
     def bytes_sent(self) -> int:
         """What the kernel has sent through the device on this rank's host."""
@@ -52,30 +56,25 @@ class Wire:
         raise RuntimeError(f"there is no {self.device} in /proc/net/dev")
 
 
-LOOPBACK = Wire("lo", hosts=1)
-CABLE = Wire("wire", HOSTS)
+LOOPBACK = Wire("lo")
+_CABLE = "wire"
 
 
-def on_hosts(world: int, gbit: float, body: Callable[..., None], *args: Any) -> None:
-    """Run ``body(directory, *args)`` on so many gloo processes, half of them on each host."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        _ends_by_exception(),
-        _two_namespaces(gbit) as namespaces,
-    ):
-        ranks = []
-        try:
-            for rank in range(world):
-                namespace = namespaces[rank * HOSTS // world]
-                ranks.append(_start(namespace, rank, (world, directory, body, args)))
-            _wait(ranks)
-        finally:
-            for process in ranks:
-                process.terminate()
-                process.join()
-
-
-# ---------------------------------------------------------------------- namespaces
+@contextlib.contextmanager
+def two_hosts(gbit: float) -> Iterator[Wire]:
+    """Two hosts with a cable of that speed between them."""
+    if os.geteuid() != 0:
+        raise NoHosts("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NoHosts(f"there is no `{tool}` here; it comes with iproute2")
+    with _ends_by_exception(), contextlib.ExitStack() as clean_up:
+        names = tuple(f"onecopy-{os.getpid()}-{host}" for host in range(HOSTS))
+        for name in names:
+            clean_up.callback(_remove, name)  # first, or an interrupt in between leaves it behind
+            _run("ip", "netns", "add", name)
+        _join(names, gbit)
+        yield Wire(_CABLE, names)
 
 
 @contextlib.contextmanager
@@ -88,34 +87,24 @@ def _ends_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _two_namespaces(gbit: float) -> Iterator[list[str]]:
-    if os.geteuid() != 0:
-        raise NoHosts("network namespaces need root")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise NoHosts(f"there is no `{tool}` here; it comes with iproute2")
-    with contextlib.ExitStack() as clean_up:
-        names = [f"onecopy-{os.getpid()}-{host}" for host in range(HOSTS)]
-        for name in names:
-            clean_up.callback(_remove, name)  # first, or an interrupt in between leaves it behind
-            _run("ip", "netns", "add", name)
-        _join(names, gbit)
-        yield names
-
-
-def _join(names: list[str], gbit: float) -> None:
+def _join(names: tuple[str, ...], gbit: float) -> None:
     a, b = names
-    device = CABLE.device
-    _run(*f"ip link add {device} netns {a} type veth peer name {device} netns {b}".split())
+    _run(*f"ip link add {_CABLE} netns {a} type veth peer name {_CABLE} netns {b}".split())
     for host, name in enumerate(names):
         # No IPv6 address: gloo might take that one, and it cannot be used at once.
-        _run(*f"ip -n {name} link set {device} addrgenmode none".split())
-        _run(*f"ip -n {name} address add 10.77.0.{host + 1}/24 dev {device}".split())
-        _run(*f"ip -n {name} link set {device} up".split())
+        _run(*f"ip -n {name} link set {_CABLE} addrgenmode none".split())
+        _run(*f"ip -n {name} address add 10.77.0.{host + 1}/24 dev {_CABLE}".split())
+        _run(*f"ip -n {name} link set {_CABLE} up".split())
         _run(*f"ip -n {name} link set lo up".split())
         limit = f"rate {gbit * 1000:.0f}mbit burst 256kb latency 50ms"
-        _run(*f"tc -n {name} qdisc add dev {device} root tbf {limit}".split())
+        _run(*f"tc -n {name} qdisc add dev {_CABLE} root tbf {limit}".split())
+
+
+def _enter_namespace(name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open() as handle:
+        if libc.setns(handle.fileno(), _NETWORK_NAMESPACE) != 0:
+            raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
 
 
 def _remove(name: str) -> None:
@@ -127,39 +116,3 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise NoHosts(f"`{' '.join(command)}` says: {' '.join(done.stderr.split())}")
-
-
-# ---------------------------------------------------------------------- processes
-
-
-def _start(namespace: str, rank: int, args: Any) -> multiprocessing.process.BaseProcess:
-    """A new interpreter inside the namespace, which calls ``as_rank(rank, *args)``."""
-    directory = args[1]
-    python = Path(directory) / f"python-on-{namespace}"
-    python.write_text(
-        "#!/bin/sh\n"
-        f"export GLOO_SOCKET_IFNAME={CABLE.device} OMP_NUM_THREADS=1\n"
-        f'exec ip netns exec {namespace} {shlex.quote(sys.executable)} "$@"\n'
-    )
-    python.chmod(0o755)
-    # The tracker outlives the ranks: inside a namespace it would keep that alive.
-    multiprocessing.resource_tracker.ensure_running()
-    spawn = multiprocessing.get_context("spawn")
-    spawn.set_executable(str(python))
-    try:
-        process = spawn.Process(target=as_rank, args=(rank, *args), daemon=True)
-        process.start()
-    finally:
-        spawn.set_executable(sys.executable)
-    return process
-
-
-def _wait(ranks: list[multiprocessing.process.BaseProcess]) -> None:
-    """Until all have ended, or one has failed: the others would wait for it in vain."""
-    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    while running:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            rank = running.pop(sentinel)
-            ranks[rank].join()
-            if ranks[rank].exitcode != 0:
-                raise RuntimeError(f"rank {rank} ended with exit code {ranks[rank].exitcode}")

@@ -92,6 +92,7 @@ def arguments_about_state(description: str, mb: int, rounds: int) -> argparse.Ar
     parser.add_argument("--mb", type=int, default=mb, help="state of all ranks together")
     parser.add_argument("--torch-rounds", type=int, default=1, help="it takes 10 to 60 s each")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's own class")
+    parser.add_argument("--json", metavar="FILE", help="append the tables to the list in FILE")
     return parser
 
 

@@ -3,13 +3,16 @@
 A plan is made for all ranks; pieces are listed for one of them, as every rank does for itself.
 
     make bench-plan
+    .venv/bin/python benchmarks/plan.py --json costs.json
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 import tracemalloc
 
+from costs import Cost, report
 from shapes import Shapes, llama_3_8b, llama_3_70b, llama_3_405b, numels
 
 from onecopy import ParamSpec, make_plan
@@ -39,20 +42,22 @@ def peak_memory(shapes: Shapes, world: int) -> int:
 
 
 def main() -> None:
-    print(
-        f"{'model':<14}{'ranks':>7}{'tensors':>9}{'buckets':>9}{'pieces':>8}"
-        f"{'to plan':>10}{'to list':>10}{'memory':>10}"
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="append the table to the list in FILE")
+    args = parser.parse_args()
+    rows = []
     for name, model in MODELS.items():
         shapes = model()
         for world in RANKS:
             buckets, pieces, to_plan, to_list = plan(shapes, world)
             peak = peak_memory(shapes, world) / 2**20
-            print(
-                f"{name:<14}{world:>7}{len(shapes):>9}{buckets:>9}{pieces:>8}"
-                f"{to_plan:>8.2f} s{to_list:>8.2f} s{peak:>7.1f} MB",
-                flush=True,
-            )
+            counts = (world, len(shapes), buckets, pieces)
+            seconds = (f"{to_plan:.2f} s", f"{to_list:.2f} s")
+            rows.append((name, *(f"{count:,}" for count in counts), *seconds, f"{peak:.1f} MB"))
+    columns = ("model", "ranks", "tensors", "buckets", "pieces", "to plan", "to list", "memory")
+    report(
+        Cost("Planning for all ranks, and listing the pieces of one", columns, tuple(rows)), args
+    )
 
 
 if __name__ == "__main__":

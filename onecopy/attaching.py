@@ -13,7 +13,6 @@ from onecopy.agreement import agree
 from onecopy.attachment import Attachment, require_attachable
 from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
-from onecopy.memory import MemoryReport, report_on
 from onecopy.parts import Parts
 
 logger = logging.getLogger("onecopy")
@@ -145,10 +144,6 @@ class Attaches(Parts):
         super().zero_grad(set_to_none)
         if self._attachment is not None:
             self._attachment.zero_grad()
-
-    def memory_report(self) -> MemoryReport:
-        """What parameters, gradients and state take of this rank's memory now."""
-        return report_on(self._shards, self._attachment)
 
     def _look(self, method: str, *args: Any) -> Any:
         """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,

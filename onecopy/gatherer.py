@@ -16,6 +16,7 @@ import torch
 
 from onecopy.buffers import Copies, FlatHomes, Staging, flat_range, is_dense
 from onecopy.kinds import Kind
+from onecopy.ledger import Phase
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Part, Pending, Transport
 
@@ -92,7 +93,7 @@ class Gatherer:
             return
         if not self._is_lazy and len(self._launched) == IN_FLIGHT:
             self.wait([next(iter(self._launched))])
-        with torch.no_grad(), torch.profiler.record_function(f"onecopy::gather {bucket}"):
+        with torch.no_grad(), self._transport.ledger.launching(Phase.GATHER, bucket):
             self._launched[bucket] = self._transfers[bucket].start(self._transport)
 
     def finish(self) -> None:
@@ -105,11 +106,12 @@ class Gatherer:
         """Until these buckets, or all, have arrived."""
         if not self._launched:
             return
-        with torch.no_grad(), torch.profiler.record_function("onecopy::wait"):
-            for bucket in list(self._launched) if buckets is None else buckets:
-                pending = self._launched.pop(bucket, None)
-                if pending is not None:
-                    _finish(self._transfers[bucket], pending)
+        for bucket in list(self._launched) if buckets is None else buckets:
+            pending = self._launched.pop(bucket, None)
+            if pending is not None:
+                with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
+                    pending.wait()
+                    self._transfers[bucket].copy_out.run()
 
     @property
     def staged_bytes(self) -> int:
@@ -121,11 +123,6 @@ class Gatherer:
         a graph built before the step would silently use the new values."""
         if self._transfers:
             torch.autograd.graph.increment_version(self._params)
-
-
-def _finish(transfer: Transfer, pending: Pending) -> None:
-    pending.wait()
-    transfer.copy_out.run()
 
 
 # -------------------------------------------------------------------------- choosing the way

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from onecopy.inner import Inner, InnerBefore, OwnedState, Replay
 from onecopy.intake import options_of
 from onecopy.kinds import step_without_hooks
+from onecopy.ledger import Phase, named
 from onecopy.pieces import MASTER, Holdings, Masters, OwnedPiece, updated_in
 from onecopy.plan import Plan
 
@@ -260,7 +261,7 @@ class LocalOptimizer:
         for bucket in order:
             portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
             if portions:
-                with self._bound([bucket], gradients):
+                with self._bound([bucket], gradients), named(Phase.STEP, bucket):
                     for inner, params in portions:
                         with inner.narrowed(params):
                             step_without_hooks(inner.optimizer)()

@@ -31,7 +31,9 @@ from onecopy.local import GradientsOf, LocalOptimizer, of_the_parameters
 from onecopy.plan import make_plan
 from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas
+from onecopy.reporting import Reports
 from onecopy.shards import Shards
+from onecopy.tracing import Order, Tracing
 from onecopy.transport import Transport
 from onecopy.version import __version__
 
@@ -41,7 +43,7 @@ logger = logging.getLogger("onecopy")
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
+class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -114,6 +116,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
             if refusal is not None:
                 raise refusal
             check_options(check_every, master_dtype)
+            self._trace_order = Order.from_environment(os.environ)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             local = LocalOptimizer(optimizer_class, defaults, master_dtype)
@@ -130,6 +133,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._shards.look_for_modules()
         self._shards.settle()
+        self._tracing = Tracing.of(self._trace_order, self.global_rank, self._facts)
         self._transport.note("optimizer built")
         self.initialized = True
 
@@ -266,7 +270,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         self._local.options_in(self.param_groups)
         self._full_state.forget("the optimizer has stepped since the last consolidation")
         try:
-            with torch.profiler.record_function("onecopy::step"):
+            with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
                 result = self._shards.step(closure, kwargs, gradients)
         except Exception as error:
             # The other ranks will wait for this one's parameters: tell them why they wait.
@@ -280,6 +284,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         if self._check_every and self._steps % self._check_every == 0:
             self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")
+        if self._tracing is not None:
+            self._tracing.step_finished(self._steps)
         return result
 
     def _gradients(self, party: Party | None) -> GradientsOf:
@@ -361,13 +367,14 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "_shards", "_full_state"}
+        left = {"step", "_shards", "_full_state", "_tracing"}
         for key, value in self.__dict__.items():
             if key not in left and not (key.startswith("_optimizer_") and key.endswith("_hooks")):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         local, roster = copy.deepcopy((self._local, self._roster), memo)
         new._shards = self._shards.copied(local, roster)
         new._full_state = FullState("this optimizer is a copy that was not consolidated")
+        new._tracing = None
         Optimizer.__setstate__(new, {})
         return new
 

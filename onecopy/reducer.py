@@ -27,6 +27,7 @@ import torch
 
 from onecopy.buffers import Staging, in_layout_of, is_dense
 from onecopy.lanes import Lane
+from onecopy.ledger import Phase
 from onecopy.plan import Plan
 from onecopy.transport import Pending, Transport
 
@@ -245,7 +246,7 @@ class Reducer:
             flight.lane.bucket % IN_FLIGHT == lane.bucket % IN_FLIGHT for flight in self._flights
         ):
             self._land()
-        with torch.profiler.record_function(f"onecopy::reduce {lane.bucket}"):
+        with self._transport.ledger.launching(Phase.REDUCE, lane.bucket):
             lane.fill(gradients, self.share)
             self._flights.append(self._send(lane))
 
@@ -266,8 +267,9 @@ class Reducer:
     def _land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._flights.popleft()
-        flight.pending.wait()
-        flight.lane.add(flight.contributions)
+        with self._transport.ledger.waiting(Phase.REDUCE, flight.lane.bucket):
+            flight.pending.wait()
+            flight.lane.add(flight.contributions)
 
     # ------------------------------------------------------------------ afterwards
 

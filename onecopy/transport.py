@@ -19,7 +19,6 @@ import ctypes
 import io
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.exchange import Exchange
+from onecopy.ledger import Ledger, Traffic
 from onecopy.notes import notes_of, store_of
 
 _DEFAULT_PATIENCE = timedelta(minutes=30)
@@ -37,18 +37,6 @@ class Part(NamedTuple):
 
     owner: int
     tensor: torch.Tensor
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What this rank has put on the wire."""
-
-    messages: int = 0
-    bytes: int = 0
-
-    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
-        self.messages += copies
-        self.bytes += copies * tensor.numel() * tensor.element_size()
 
 
 class Pending:
@@ -87,6 +75,7 @@ class Transport:
         self.rank = dist.get_rank(self.user_group)
         self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
+        self.ledger = Ledger(self.traffic)
         self._notes = notes_of(self.user_group)
         self.note("building an optimizer")
         with self.naming_absentees():

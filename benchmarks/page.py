@@ -1,0 +1,93 @@
+"""docs/benchmarks.md: the tables and plots of the last run, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import costs
+from costs import Cost
+from goals import Verdict, verdicts
+from plots import picture
+from results import Table
+from tables import MEANING, as_markdown
+
+_DOCS = Path(__file__).parents[1] / "docs"
+PAGE = _DOCS / "benchmarks.md"
+PICTURES = _DOCS / "benchmarks"
+JSON = PICTURES / "bench.json"
+
+_OPENING = """\
+# Benchmarks
+
+This page is written by `make bench` (a few minutes) or `make bench FULL=1` (everything), which set up an environment of their own
+with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that left the quartiles of the
+run before are printed.
+
+Every method trains the same model on the same batches with the same fused AdamW, in processes of its own. All are alive side by
+side and take turns, another one begins each round, and ratios are taken within a round, so what else the machine does meets all of
+them alike. Bytes are the kernel's counters of the network device, memory is that of the process. Losses agree to the digits that
+the order of sums leaves; a method whose loss differs trains something else. One that cannot run is listed with its error.
+
+- **DDP**: `DistributedDataParallel` and the unsharded class, as most people run it; also with `gradient_as_bucket_view`, and with the
+  foreach instead of the fused implementation.
+- **torch**: `torch.distributed.optim.ZeroRedundancyOptimizer` under DDP, with and without `parameters_as_bucket_view`.
+- **FSDP2**: `fully_shard` of each block and of the root, with `reshard_after_forward` or without. It shards the parameters, too.
+- **DeepSpeed** ZeRO-1 and ZeRO-2 on its CPU accelerator, default options, the same torch optimizer. Its state includes a second copy of
+  the rank's parameters, which it keeps in float32 whatever they are.
+- **fairscale**: `OSS` and `ShardedDataParallel`.
+- **onecopy**: drop-in under DDP, with bucket views or without; attached to DDP; attached to the bare module; the same with the gather of
+  the parameters left to the next forward, and with gradients that travel in bfloat16. See [modes](modes.md).
+
+No GPU was here. These are CPU processes and gloo, and say what the algorithms cost, not what NCCL would do with them.
+"""
+
+
+def write(
+    description: Mapping[str, str], tables: Sequence[Table], other: Sequence[Cost], rounds: int
+) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for old in PICTURES.glob("*.svg"):
+        old.unlink()
+    sections = [_OPENING, _machine(description, rounds), _goals(verdicts(tables))]
+    sections += [_section(table) for table in tables]
+    sections += ["## Other costs\n", *(_cost(cost) for cost in other)]
+    PAGE.write_text("\n".join(sections))
+
+
+def _machine(description: Mapping[str, str], rounds: int) -> str:
+    lines = [f"| {name} | {value} |" for name, value in description.items()]
+    table = "\n".join(["| | |", "|---|---|", *lines, f"| rounds | {rounds} |"])
+    return f"## The machine\n\n{table}\n"
+
+
+def _goals(found: Sequence[Verdict]) -> str:
+    lines = ["| | where | goal | measured | |", "|---|---|--:|--:|---|"]
+    for verdict in found:
+        state = "reached" if verdict.holds else f"missed by {verdict.measured - verdict.limit:.3f}"
+        lines.append(
+            f"| {verdict.claim} | {verdict.where} | {verdict.limit:g} | {verdict.measured:.3f} | "
+            f"{state} |"
+        )
+    reached = sum(verdict.holds for verdict in found)
+    return (
+        "## Goals\n\nRatios that must not be exceeded; medians, so the quartiles below say how sure "
+        f"they are. {reached} of {len(found)} are reached.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _section(table: Table) -> str:
+    parts = [f"## {table.heading}\n"]
+    if table.rows:
+        slug = f"{table.workload}-{table.ranks}-{table.wire}"
+        name = "".join(c if c.isalnum() else "-" for c in slug).lower().replace("--", "-")
+        (PICTURES / f"{name}.svg").write_text(picture(table))
+        parts.append(f"![{table.heading}](benchmarks/{name}.svg)\n")
+    parts.append(as_markdown(table) + "\n")
+    if table.rows:
+        parts.append(f"{MEANING[0].upper()}{MEANING[1:]} Steps behind each loss: {table.steps}.\n")
+    return "\n".join(parts)
+
+
+def _cost(cost: Cost) -> str:
+    return f"### {cost.title}\n\n{costs.as_markdown(cost)}\n"

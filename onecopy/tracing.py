@@ -1,0 +1,124 @@
+"""``ONECOPY_TRACE=directory``: a profiler's trace of a few steps, one file per rank.
+
+Nothing in the training script changes. Every phase of every bucket has a name in the trace, and
+transfers that are under way have rows of their own, so that one sees what they overlap with::
+
+    ONECOPY_TRACE=traces torchrun --nproc-per-node 2 train.py
+    ONECOPY_TRACE=traces ONECOPY_TRACE_STEPS=10-12 torchrun ...
+
+``rank-0.json`` and the others open in https://ui.perfetto.dev and in chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onecopy.timeline import Timeline, flights
+
+logger = logging.getLogger("onecopy")
+
+DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
+_DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
+METADATA = "onecopy"
+
+Facts = Callable[[], Mapping[str, Any]]  # what else to write into the trace, plain values
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the environment asks for."""
+
+    directory: Path
+    first: int
+    last: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Order | None:
+        directory = environment.get(DIRECTORY)
+        if not directory:
+            return None
+        steps = environment.get(STEPS, _DEFAULT_STEPS)
+        match = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", steps)
+        if match is None or int(match[1]) > int(match[2]):
+            raise ValueError(
+                f"{STEPS}={steps}: expected the first and the last step to trace, counted from 1, "
+                f'as in "{_DEFAULT_STEPS}"'
+            )
+        return cls(Path(directory), int(match[1]), int(match[2]))
+
+    def file(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.json"
+
+
+class Tracing:
+    """Starts the profiler when the time has come, and writes the file in the end.
+
+    One profiler can run in a process, so only the first optimizer that is built has one.
+    """
+
+    _is_taken = False
+
+    def __init__(self, order: Order, rank: int, facts: Facts) -> None:
+        self._order, self._rank, self._facts = order, rank, facts
+        self._profiler: torch.profiler.profile | None = None
+        if order.first == 1:
+            self._start()
+
+    @classmethod
+    def of(cls, order: Order | None, rank: int, facts: Facts) -> Tracing | None:
+        if order is None:
+            return None
+        if cls._is_taken:
+            logger.warning("%s: another optimizer of this process is traced already", DIRECTORY)
+            return None
+        cls._is_taken = True
+        return cls(order, rank, facts)
+
+    def step_finished(self, number: int) -> None:
+        if number == self._order.first - 1:
+            self._start()
+        elif number == self._order.last:
+            self.finish()
+
+    def _start(self) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:
+            logger.warning("%s has no effect: a profiler is running already", DIRECTORY)
+            return
+        activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+        atexit.register(self.finish)  # if training ends before the last step that was asked for
+
+    def finish(self) -> None:
+        """Write what there is; once."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        atexit.unregister(self.finish)
+        profiler.add_metadata_json(METADATA, json.dumps({"rank": self._rank, **self._facts()}))
+        profiler.stop()
+        file = self._order.file(self._rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(f".{os.getpid()}.json")
+        profiler.export_chrome_trace(str(draft))
+        _add_flights(draft)
+        draft.replace(file)
+        logger.info("trace of rank %d written to %s", self._rank, file)
+
+
+def _add_flights(file: Path) -> None:
+    """Rows for what is under way, which the profiler does not know."""
+    trace = json.loads(file.read_text())
+    timeline = Timeline.of(trace["traceEvents"])
+    trace["traceEvents"] += flights(timeline.transfers(), os.getpid())
+    file.write_text(json.dumps(trace))
