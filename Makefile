@@ -14,9 +14,12 @@ PACKAGE_INSTALL := $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_BIN := $(TORCH_VENV)/bin
 
+INTEGRATIONS := .venv-integrations
+SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-torch lint types format \
+.PHONY: help demo test test-all test-integrations test-torch lint types format \
         bench-balance bench-plan bench-cuts bench-step bench-overhead bench-consolidate bench-checkpoint \
         clean
 
@@ -28,9 +31,14 @@ demo: $(VENV)/.installed ## train a small model on RANKS=2 processes of this mac
 
 test: lint types ## lint, types and all quick tests: what CI runs
 	$(BIN)/pytest
+	$(MAKE) --no-print-directory test-integrations
 
 test-all: lint types ## the same with the slow tests
 	$(BIN)/pytest -m ""
+	$(MAKE) --no-print-directory test-integrations
+
+test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
+	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py
 
 lint: $(VENV)/.installed ## ruff: rules and format
 	$(BIN)/ruff check
@@ -83,6 +91,16 @@ $(VENV)/.installed: requirements/torch.txt requirements/dev.txt pyproject.toml
 	@$(BIN)/$(TORCH_INSTALL) -r requirements/torch.txt
 	@$(BIN)/$(PIP_INSTALL) --no-deps -r requirements/dev.txt
 	@$(BIN)/$(PACKAGE_INSTALL)
+	@touch $@
+
+# The trainers alone; a .pth file lets them see torch and the tools in $(VENV).
+$(INTEGRATIONS)/.installed: $(VENV)/.installed requirements/integrations.txt
+	@echo "setting up $(INTEGRATIONS)"
+	@$(BIN)/python -m venv --clear --without-pip $(INTEGRATIONS)
+	@echo "import site; site.addsitedir('$$($(BIN)/python $(SITE_PACKAGES))')" \
+	    > "$$($(INTEGRATIONS)/bin/python $(SITE_PACKAGES))/tools.pth"
+	@$(BIN)/pip --python $(INTEGRATIONS)/bin/python install --quiet --disable-pip-version-check \
+	    --no-deps -r requirements/integrations.txt
 	@touch $@
 
 $(TORCH_VENV)/.installed: requirements/dev.txt pyproject.toml

@@ -44,8 +44,9 @@ class KeepsState(Parts):
     def state_dict(self) -> dict[str, Any]:
         """The full state, as the unsharded optimizer class writes it.
 
-        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step. Before
-        the first step there is nothing to gather, unless the class makes state when it is built.
+        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
+        Before the first step there is nothing to gather, unless the class makes state when it is
+        built.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
