@@ -29,7 +29,7 @@ help: ## print this list
 demo: $(VENV)/.installed ## train a small model on RANKS=2 processes of this machine
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
 
-test: lint types ## lint, types and all quick tests: what CI runs
+test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 	$(BIN)/pytest
 	$(MAKE) --no-print-directory test-integrations
 

@@ -1,7 +1,7 @@
 """Accelerate: `prepare`, `clip_grad_norm_`, `save_state` and `load_state` as ever.
 
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py checkpoints
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py again --resume checkpoints/1
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py checkpoints
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py again --resume checkpoints/1
 """
 
 from __future__ import annotations
