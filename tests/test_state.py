@@ -410,6 +410,9 @@ def test_a_stale_dict_is_refused(world: World) -> None:
     twins.plain.load_state_dict(copy.deepcopy(full))
     expect_refusal("loaded")
     twins.consolidated()
+    twins.opt.state = dict(twins.opt.state)
+    expect_refusal("replaced")
+    twins.consolidated()
     for optimizer, params in ((twins.opt, twins.params), (twins.plain, twins.plain_params)):
         params.append(parameter((4, 4), 99))
         optimizer.add_param_group({"params": [params[-1]], "lr": 0.3})
