@@ -19,6 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainingArguments,
+    set_seed,
 )
 
 from onecopy import ZeroRedundancyOptimizer
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--resume", metavar="CHECKPOINT")
     arguments = parser.parse_args()
 
+    set_seed(0)
     tokens, _ = draw_batch(standard_library(10_000), 64, 32, torch.Generator().manual_seed(0))
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
     vocabulary = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None}

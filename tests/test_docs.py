@@ -22,14 +22,17 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
 
 
+def fenced(page: Path) -> list[tuple[str, str]]:
+    return re.findall(r"^```(python|diff)\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
 def blocks_of(page: Path) -> list[str]:
-    found = re.findall(r"^```(python|diff)\n(.*?)^```", page.read_text(), re.M | re.S)
-    return [after(text) if language == "diff" else text for language, text in found]
+    return [one_side(text, "+") if kind == "diff" else text for kind, text in fenced(page)]
 
 
-def after(diff: str) -> str:
-    """What a diff leads to."""
-    lines = [line for line in diff.splitlines() if not line.startswith("-")]
+def one_side(diff: str, sign: str) -> str:
+    """How a diff reads before ("-") or afterwards ("+")."""
+    lines = [line for line in diff.splitlines() if line[:1] in ("", " ", sign)]
     return "\n".join(line[1:] for line in lines) + "\n"
 
 
@@ -122,3 +125,17 @@ def test_a_block_of_a_page_runs(
     if names["model"] is model:
         names["train"](steps=1)
     names["optimizer"].assert_replicas_equal()
+
+
+@pytest.mark.filterwarnings("ignore")
+@distributed(2)
+def test_the_diff_from_torchs_class_leads_to_the_same_parameters(world: World) -> None:
+    _, diff = fenced(ROOT / "docs" / "migrating.md")[0]
+    ends = []
+    for sign in "-+":
+        names = surroundings(world, "")
+        exec(one_side(diff, sign), names)
+        ends.append((names["optimizer"], list(names["model"].parameters())))
+    (theirs, before), (ours, after) = ends
+    assert type(theirs) is not type(ours)
+    assert all(map(torch.equal, before, after))
