@@ -17,9 +17,12 @@ BENCH_BIN := $(BENCH_VENV)/bin
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_BIN := $(TORCH_VENV)/bin
 
+INTEGRATIONS := .venv-integrations
+SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-torch lint types format \
+.PHONY: help demo test test-all test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
         clean
 
@@ -29,11 +32,16 @@ help: ## print this list
 demo: $(VENV)/.installed ## train a small model on RANKS=2 processes of this machine
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
 
-test: lint types ## lint, types and all quick tests: what CI runs
+test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 	$(BIN)/pytest
+	$(MAKE) --no-print-directory test-integrations
 
 test-all: lint types ## the same with the slow tests
 	$(BIN)/pytest -m ""
+	$(MAKE) --no-print-directory test-integrations
+
+test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
+	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py
 
 lint: $(VENV)/.installed ## ruff: rules and format
 	$(BIN)/ruff check
@@ -97,6 +105,16 @@ $(BENCH_VENV)/.installed: requirements/torch.txt requirements/bench-build.txt re
 	@$(BENCH_BIN)/$(PIP_INSTALL) --no-deps -r requirements/bench-build.txt
 	@$(BENCH_BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation -r requirements/bench.txt
 	@$(BENCH_BIN)/$(PACKAGE_INSTALL)
+	@touch $@
+
+# The trainers alone; a .pth file lets them see torch and the tools in $(VENV).
+$(INTEGRATIONS)/.installed: $(VENV)/.installed requirements/integrations.txt
+	@echo "setting up $(INTEGRATIONS)"
+	@$(BIN)/python -m venv --clear --without-pip $(INTEGRATIONS)
+	@echo "import site; site.addsitedir('$$($(BIN)/python $(SITE_PACKAGES))')" \
+	    > "$$($(INTEGRATIONS)/bin/python $(SITE_PACKAGES))/tools.pth"
+	@$(BIN)/pip --python $(INTEGRATIONS)/bin/python install --quiet --disable-pip-version-check \
+	    --no-deps -r requirements/integrations.txt
 	@touch $@
 
 $(TORCH_VENV)/.installed: requirements/dev.txt pyproject.toml

@@ -7,19 +7,26 @@ from typing import Any
 
 from onecopy.agreement import agree
 from onecopy.shards import Shards
-from onecopy.state import as_plain_dict, consolidate, state_outside_the_plan, take_stock
+from onecopy.state import (
+    as_plain_dict,
+    consolidate,
+    has_no_state,
+    state_outside_the_plan,
+    take_stock,
+)
 from onecopy.transport import Transport
 
 Groups = Sequence[Mapping[str, Any]]
 
 
 class FullState:
-    def __init__(self, why_not: str = "no state dict has been consolidated") -> None:
+    def __init__(self, why_not: str | None = None) -> None:
         self._state: dict[Any, Any] | None = None  # by parameter
-        self._why_not = why_not
+        self._is_new = why_not is None  # nothing has been stepped or loaded
+        self._why_not = why_not or "no state dict has been consolidated"
 
     def forget(self, why: str) -> None:
-        self._state, self._why_not = None, why
+        self._state, self._is_new, self._why_not = None, False, why
 
     def gather(
         self, transport: Transport, shards: Shards, groups: Groups, steps: int, to: int
@@ -54,11 +61,14 @@ class FullState:
     def is_here(self) -> bool:
         return self._state is not None
 
-    def as_plain_dict(self, rank: int, groups: Groups) -> dict[str, Any]:
-        if self._state is None:
+    def as_plain_dict(self, rank: int, shards: Shards, groups: Groups) -> dict[str, Any]:
+        state = self._state
+        if state is None and self._is_new and has_no_state(shards.local, shards.roster, groups):
+            state = {}  # on every rank: trainers ask for it before the first step
+        if state is None:
             raise RuntimeError(
                 f"rank {rank} has no state dict: {self._why_not}. Call "
                 f"consolidate_state_dict(to={rank}) on all ranks first; or, for "
                 "torch.distributed.checkpoint, save optimizer.sharded(), which gathers nothing"
             )
-        return as_plain_dict(self._state, groups)
+        return as_plain_dict(state, groups)

@@ -45,10 +45,12 @@ class KeepsState(Parts):
         """The full state, as the unsharded optimizer class writes it.
 
         ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
+        Before the first step there is nothing to gather, unless the class makes state when it is
+        built.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        result = self._full_state.as_plain_dict(self.rank, self.param_groups)
+        result = self._full_state.as_plain_dict(self.rank, self._shards, self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
@@ -172,6 +174,8 @@ class KeepsState(Parts):
         :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
         ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
         and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
+        Master copies that the checkpoint lacks are made from the parameters, and the report names
+        them as ``rebuilt``.
 
         Args:
             path: the directory.

@@ -148,6 +148,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
         if "_shards" in self.__dict__:  # the base class's constructor sets an empty one before
             self._local.replace_state(value)
+            self._full_state.forget("the state was replaced after the last consolidation")
 
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""

@@ -89,6 +89,17 @@ def state_outside_the_plan(
     return found
 
 
+def has_no_state(
+    local: LocalOptimizer, roster: Roster, groups: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether an optimizer that has not stepped has no state, on any rank: its classes make none
+    in their constructors."""
+    return not len(local.state) and not any(
+        local.state_made_at_once(policy.optimizer_class, group, group["params"][:1])
+        for group, policy in zip(groups, roster.policies, strict=True)
+    )
+
+
 # -------------------------------------------------------------------------- gathering
 
 

@@ -1,8 +1,11 @@
-"""Every block of Python in the docs runs, on two processes, as it stands there."""
+"""Every block of Python in the docs runs, on two processes, as it stands there; a diff as it reads
+afterwards. What is quoted from an example, which needs a trainer, is quoted to the letter."""
 
 from __future__ import annotations
 
+import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import ZeroRedundancyOptimizer
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("checkpoints.md", "modes.md")
-BLOCKS = [
-    (page, number, block)
-    for page in PAGES
-    for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+
+
+def fenced(page: Path) -> list[tuple[str, str]]:
+    return re.findall(r"^```(python|diff)\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def blocks_of(page: Path) -> list[str]:
+    return [one_side(text, "+") if kind == "diff" else text for kind, text in fenced(page)]
+
+
+def one_side(diff: str, sign: str) -> str:
+    """How a diff reads before ("-") or afterwards ("+")."""
+    lines = [line for line in diff.splitlines() if line[:1] in ("", " ", sign)]
+    return "\n".join(line[1:] for line in lines) + "\n"
+
+
+def is_quoted(block: str) -> bool:
+    """Whether a block is a part of an example, at any depth."""
+    return any(
+        textwrap.indent(block, " " * depth) in example
+        for example in EXAMPLES
+        for depth in (0, 4, 8)
     )
+
+
+BLOCKS = [
+    pytest.param(page.name, number, block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(blocks_of(page))
+    if not is_quoted(block)
 ]
 
 
@@ -36,36 +64,78 @@ class Net(nn.Module):
 
 
 def surroundings(world: World, path: str) -> dict[str, Any]:
-    """The names that the page says its blocks know."""
+    """The names that the pages say their blocks know."""
     model = DistributedDataParallel(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     source = torch.Generator().manual_seed(world.rank)
+    loader = [torch.randn(4, 7, generator=source) for _ in range(3)]
+    names: dict[str, Any] = {"torch": torch, "DDP": DistributedDataParallel, "Net": Net}
+    names |= {"model": model, "optimizer": optimizer, "loader": loader}
+    names |= {"path": path, "rank": world.rank}
+    names["matrices"] = [p for p in model.parameters() if p.ndim == 2]
+    names["the_rest"] = [p for p in model.parameters() if p.ndim != 2]
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(4, 7, generator=source)).backward()
-            optimizer.step()
+            names["optimizer"].zero_grad()
+            names["model"](torch.randn(4, 7, generator=source)).backward()
+            names["optimizer"].step()
 
-    names = {"torch": torch, "model": model, "optimizer": optimizer, "train": train}
-    loader = [torch.randn(4, 7, generator=source) for _ in range(3)]
-    return {**names, "Net": Net, "path": path, "loader": loader}
+    names["train"] = train
+    return names
 
 
 def test_the_pages_have_their_blocks() -> None:
-    assert len(BLOCKS) >= 15
+    assert len(BLOCKS) >= 35
+
+
+def test_only_what_needs_a_trainer_is_quoted() -> None:
+    quoted = [page.name for page in PAGES for block in blocks_of(page) if is_quoted(block)]
+    assert quoted == ["integrations.md"] * 5
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert "://" in link or (page.parent / link).exists(), link
+
+
+def test_the_readme_links_to_all_pages() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in readme] == []
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("page", "number", "block"), [pytest.param(*b, id=f"{b[0]}-{b[1]}") for b in BLOCKS]
-)
+@pytest.mark.parametrize(("page", "number", "block"), BLOCKS)
 @distributed(2)
 def test_a_block_of_a_page_runs(
     world: World, page: str, number: int, block: str, tmp_path: Path
 ) -> None:
+    if "Muon" in block and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
     names = surroundings(world, f"{tmp_path}/checkpoint")
+    model = names["model"]
     names["train"](steps=2)
-    exec(compile(block, f"{page}, block {number}", "exec"), names)
-    names["train"](steps=1)
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    finally:
+        os.chdir(before)
+    if names["model"] is model:
+        names["train"](steps=1)
     names["optimizer"].assert_replicas_equal()
+
+
+@pytest.mark.filterwarnings("ignore")
+@distributed(2)
+def test_the_diff_from_torchs_class_leads_to_the_same_parameters(world: World) -> None:
+    _, diff = fenced(ROOT / "docs" / "migrating.md")[0]
+    ends = []
+    for sign in "-+":
+        names = surroundings(world, "")
+        exec(one_side(diff, sign), names)
+        ends.append((names["optimizer"], list(names["model"].parameters())))
+    (theirs, before), (ours, after) = ends
+    assert type(theirs) is not type(ours)
+    assert all(map(torch.equal, before, after))

@@ -54,8 +54,6 @@ from onecopy import ZeroRedundancyOptimizer
 @distributed(*ALL_SIZES)
 def test_only_the_rank_that_asked_has_the_state_dict(world: World) -> None:
     twins = adam(world)
-    with pytest.raises(RuntimeError, match=rf"rank {world.rank}\b.*consolidate_state_dict"):
-        twins.opt.state_dict()
     twins.step(2)
     with pytest.raises(RuntimeError, match=rf"rank {world.rank}\b.*consolidate_state_dict"):
         twins.opt.state_dict()
@@ -73,6 +71,28 @@ def test_only_the_rank_that_asked_has_the_state_dict(world: World) -> None:
     if world.rank == 0:
         assert_same(twins.opt.state_dict(), twins.plain.state_dict())
     twins.step()
+
+
+@distributed(*ALL_SIZES)
+def test_before_the_first_step_every_rank_has_the_dict(world: World) -> None:
+    twins = Twins(assorted, two_groups, torch.optim.AdamW)
+    assert_same(twins.opt.state_dict(), twins.plain.state_dict())
+    twins.opt.load_state_dict(twins.opt.state_dict())  # as trainers do, to move it to a device
+    twins.step(2)
+    assert_same(consolidated_everywhere(twins.opt), twins.plain.state_dict())
+    new = Twins(assorted, two_groups, torch.optim.AdamW)
+    new.opt.load_state_dict(twins.plain.state_dict())
+    with pytest.raises(RuntimeError, match="a state dict was loaded"):
+        new.opt.state_dict()
+
+
+@distributed(1, 2, 3)
+def test_a_class_that_makes_state_at_once_has_no_dict_before_it_is_consolidated(
+    world: World,
+) -> None:
+    opt = ZeroRedundancyOptimizer([parameter((1,), 0)], torch.optim.Adagrad)  # on one rank only
+    with pytest.raises(RuntimeError, match=rf"rank {world.rank}\b.*consolidate_state_dict"):
+        opt.state_dict()
 
 
 @distributed(*ALL_SIZES)
@@ -389,6 +409,9 @@ def test_a_stale_dict_is_refused(world: World) -> None:
     twins.opt.load_state_dict(full)
     twins.plain.load_state_dict(copy.deepcopy(full))
     expect_refusal("loaded")
+    twins.consolidated()
+    twins.opt.state = dict(twins.opt.state)
+    expect_refusal("replaced")
     twins.consolidated()
     for optimizer, params in ((twins.opt, twins.params), (twins.plain, twins.plain_params)):
         params.append(parameter((4, 4), 99))
