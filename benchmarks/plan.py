@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 import tracemalloc
 
-from shapes import Shapes, llama_3_8b, llama_3_70b, llama_3_405b, numels
-
 from onecopy import ParamSpec, make_plan
+from onecopy.presets import PRESETS, Shapes, numels
 
-MODELS = {"Llama-3-8B": llama_3_8b, "Llama-3-70B": llama_3_70b, "Llama-3-405B": llama_3_405b}
+MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b")
 RANKS = (8, 64, 1024, 16384)
 
 
@@ -43,8 +42,8 @@ def main() -> None:
         f"{'model':<14}{'ranks':>7}{'tensors':>9}{'buckets':>9}{'pieces':>8}"
         f"{'to plan':>10}{'to list':>10}{'memory':>10}"
     )
-    for name, model in MODELS.items():
-        shapes = model()
+    for name in MODELS:
+        shapes = PRESETS[name]()
         for world in RANKS:
             buckets, pieces, to_plan, to_list = plan(shapes, world)
             peak = peak_memory(shapes, world) / 2**20
