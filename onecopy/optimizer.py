@@ -32,6 +32,7 @@ from onecopy.plan import make_plan
 from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas
 from onecopy.shards import Shards
+from onecopy.tally import in_one_line
 from onecopy.transport import Transport
 from onecopy.version import __version__
 
@@ -131,6 +132,9 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         self._shards.look_for_modules()
         self._shards.settle()
         self._transport.note("optimizer built")
+        if self.rank == 0 and logger.isEnabledFor(logging.INFO):
+            classes = [policy.optimizer_class for policy in self._roster.policies]
+            logger.info(in_one_line(self._plan, classes))
         self.initialized = True
 
     # ------------------------------------------------------------------ parameters and the plan

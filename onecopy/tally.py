@@ -10,7 +10,7 @@ A parameter covers most slots of a bucket entirely. Those are counted by arithme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -65,6 +65,19 @@ def imbalance(loads: list[int]) -> float:
     1.3333333333333333
     """
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def in_one_line(plan: Plan, classes: Iterable[type]) -> str:
+    """What was planned, for the log."""
+    loads = tally(plan).loads(plan.world_size)
+    whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
+    kept = f", {whole} of them kept whole" if whole else ""
+    names = " and ".join(dict.fromkeys(cls.__name__ for cls in classes))
+    return (
+        f"planned {len(plan.params)} parameters{kept}, {sum(loads):,} elements, for {names} on "
+        f"{plan.world_size} ranks in {len(plan.buckets)} buckets: at most {max(loads):,} elements "
+        f"on a rank, {imbalance(loads):.3f} times an even share"
+    )
 
 
 def slot_elements(plan: Plan) -> list[list[int]]:
