@@ -90,6 +90,12 @@ class Estimate:
         """Elements that every rank owns and updates."""
         return self._tally.loads(self.world_size)
 
+    @cached_property
+    def pieces(self) -> list[int]:
+        """In how many pieces that is, by rank."""
+        counts = self._tally.pieces.values()
+        return [sum(of[rank] for of in counts) for rank in range(self.world_size)]
+
     @property
     def imbalance(self) -> float:
         """Elements on the fullest rank, relative to an even share."""
