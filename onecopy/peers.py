@@ -68,10 +68,8 @@ def _zero_stages(totals: _Totals, world: int) -> tuple[Peer, Peer]:
         frozen + -(-totals.trained // world), gradients, state, masters, staging=0, ddp_buckets=0
     )
     return (
-        Peer("ZeRO-2", second, Wire(world, (reduce, gather)), "formula, without its buffers"),
-        Peer(
-            "ZeRO-3", third, Wire(world, (reduce, gather, gather)), "formula, without its buffers"
-        ),
+        Peer("ZeRO-2", second, Wire(world, (reduce, gather))),
+        Peer("ZeRO-3", third, Wire(world, (reduce, gather, gather))),
     )
 
 

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from onecopy.kinds import Kind
 from onecopy.plan import Plan, Segment
+from onecopy.words import counted
 
 Label = Hashable
 
@@ -74,9 +75,9 @@ def in_one_line(plan: Plan, classes: Iterable[type]) -> str:
     kept = f", {whole} of them kept whole" if whole else ""
     names = " and ".join(dict.fromkeys(cls.__name__ for cls in classes))
     return (
-        f"planned {len(plan.params)} parameters{kept}, {sum(loads):,} elements, for {names} on "
-        f"{plan.world_size} ranks in {len(plan.buckets)} buckets: at most {max(loads):,} elements "
-        f"on a rank, {imbalance(loads):.3f} times an even share"
+        f"planned {counted(len(plan.params), 'parameter')}{kept}, {sum(loads):,} elements, for "
+        f"{names} on {counted(plan.world_size, 'rank')} in {counted(len(plan.buckets), 'bucket')}: "
+        f"at most {max(loads):,} elements on a rank, {imbalance(loads):.3f} times an even share"
     )
 
 

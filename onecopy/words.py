@@ -48,6 +48,14 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(16384, "rank")
+    ('1 rank', '16,384 ranks')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def part_in_words(name: str) -> str:
     """A part of a memory report.
 

@@ -24,7 +24,7 @@ import onecopy.words
 from onecopy import ZeroRedundancyOptimizer, estimate
 from onecopy.cli import main
 from onecopy.presets import PRESETS
-from onecopy.words import in_bytes
+from onecopy.words import counted, in_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -364,7 +364,7 @@ def test_the_log_says_in_one_line_what_was_planned(world: World) -> None:
         logger.setLevel(logging.NOTSET)
     most = math.ceil(328 / world.size)
     expected = (
-        f"planned 6 parameters, 328 elements, for SGD on {world.size} ranks in 1 buckets: at most "
-        f"{most} elements on a rank, 1.000 times an even share"
+        f"planned 6 parameters, 328 elements, for SGD on {counted(world.size, 'rank')} in 1 bucket: at "
+        f"most {most} elements on a rank, 1.000 times an even share"
     )
     assert lines == ([expected] if world.rank == 0 else [])

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.cli import main
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("checkpoints.md", "modes.md")
+PAGES = ("checkpoints.md", "estimating.md", "modes.md")
 BLOCKS = [
     (page, number, block)
     for page in PAGES
@@ -69,3 +70,28 @@ def test_a_block_of_a_page_runs(
     exec(compile(block, f"{page}, block {number}", "exec"), names)
     names["train"](steps=1)
     names["optimizer"].assert_replicas_equal()
+
+
+COMMANDS = re.findall(
+    r"^```sh\n(onecopy .*?)^```(?:\n\n```text\n(.*?)^```)?",
+    (DOCS / "estimating.md").read_text(),
+    re.M | re.S,
+)
+
+
+@pytest.mark.parametrize(("commands", "shown"), COMMANDS)
+def test_a_command_of_a_page_prints_what_the_page_shows(
+    commands: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in commands.splitlines():
+        assert main(command.split()[1:]) == 0
+    assert not shown or capsys.readouterr().out == shown
+
+
+def test_the_page_has_its_commands() -> None:
+    assert len(COMMANDS) >= 4

@@ -21,7 +21,7 @@ from onecopy.estimating import Estimate
 from onecopy.models import BadArgument
 from onecopy.overview import training_in_words
 from onecopy.peers import Peer
-from onecopy.words import in_bytes, in_seconds, part_in_words, table
+from onecopy.words import counted, in_bytes, in_seconds, part_in_words, table
 
 _DETAILS = """\
 What training takes of each rank's memory and of the wire, before the run. The numbers come from the
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def _head(title: str, columns: Columns) -> list[str]:
-    return [title, *(f"{each.world_size} rank{'s' * (each.world_size > 1)}" for each in columns)]
+    return [title, *(counted(each.world_size, "rank") for each in columns)]
 
 
 def _memory(columns: Columns) -> str:
@@ -121,7 +121,7 @@ def _notes(estimate: Estimate, timed: bool) -> str:
         "buffers that they have besides; DDP keeps a second copy of all gradients, alone or",
         "with an optimizer that is not attached, unless gradient_as_bucket_view=True.",
     ]
-    notes += [f"{peer.name} {peer.note}." for peer in estimate.peers if "master" in peer.note]
+    notes += [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
     if len(estimate.subject.classes) > 1:
         notes.append("torch's class can run one optimizer class only.")
     if timed:

@@ -50,8 +50,14 @@ def section(title: str, *parts: str, long: bool = False) -> str:
     return f"<section{kind}>\n<h2>{escape(title)}</h2>\n{chr(10).join(parts)}\n</section>"
 
 
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+def heading(text: str) -> str:
+    """Of a part of a section."""
+    return f'<h3 class="part">{escape(text)}</h3>'
+
+
+def paragraph(text: str, soft: bool = False) -> str:
+    kind = ' class="soft"' if soft else ""
+    return f"<p{kind}>{escape(text)}</p>"
 
 
 def cards(items: Sequence[tuple[str, str, str]]) -> str:

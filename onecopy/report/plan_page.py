@@ -22,10 +22,10 @@ from onecopy.report.charts import (
     legend,
     stacked_bars,
 )
-from onecopy.report.page import cards, folded, html_table, page, paragraph, section
+from onecopy.report.page import cards, folded, heading, html_table, page, paragraph, section
 from onecopy.report.plan_map import in_groups, map_section, range_in_words
 from onecopy.tally import imbalance
-from onecopy.words import in_bytes, in_short, ranks_in_words
+from onecopy.words import counted, in_bytes, in_short, ranks_in_words
 
 _BARS = 8  # rows of a chart of ranks
 _BALANCE = 64  # columns of the chart of the balance
@@ -45,7 +45,7 @@ def plan_page(estimate: Estimate, model: str) -> str:
     """One self-contained page about a plan."""
     world = estimate.world_size
     return page(
-        f"{model} on {world:,} rank{'s' * (world > 1)}",
+        f"{model} on {counted(world, 'rank')}",
         training_in_words(estimate),
         [
             _key_figures(estimate),
@@ -102,10 +102,17 @@ def _memory(estimate: Estimate) -> str:
         paragraph(text),
         legend(present),
         stacked_bars("Memory of each rank, by what it holds.", bars, _scale(bars), "memory-detail"),
-        "<h2 style='margin-top:1.5rem'>Beside others, on their fullest rank</h2>",
+        heading("Beside others, on their fullest rank"),
+        paragraph(_about_peers(estimate), soft=True),
         stacked_bars("Memory beside other ways to train.", others, _scale(others), "memory-detail"),
         detail_line("memory-detail", "Choose a part of a bar: click, or use the arrow keys."),
     )
+
+
+def _about_peers(estimate: Estimate) -> str:
+    notes = ["DDP and the ZeRO stages are formulas, without the buffers that they have besides."]
+    notes += [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
+    return " ".join(notes)
 
 
 def _scale(bars: Sequence[Bar]) -> tuple[str, str]:

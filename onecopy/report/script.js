@@ -52,9 +52,7 @@
       if (!/^(Arrow(Left|Right|Up|Down)|Home|End)$/.test(event.key) || !rows.length) return;
       event.preventDefault();
       choose(neighbour(event.key));
-      const box = chosen.getBoundingClientRect();
-      tip.textContent = chosen.dataset.tip;
-      place(middle(chosen), box.bottom - 12);
+      tip.hidden = true;  // it would cover the neighbours; the line below says the same
     });
     chart.addEventListener("click", (event) => choose(event.target.closest(".mark")));
     chart.addEventListener("blur", () => { tip.hidden = true; });
