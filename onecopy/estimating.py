@@ -24,7 +24,7 @@ from onecopy.plan import Plan
 from onecopy.recipes import Recipe
 from onecopy.subject import Subject
 from onecopy.tally import Tally, imbalance, slot_elements, tally
-from onecopy.wire import Traffic, Wire, all_reduce, from_owners
+from onecopy.wire import Wire, WirePart, all_reduce, from_owners
 
 BACKENDS = ("nccl", "gloo")
 
@@ -215,7 +215,7 @@ class Estimate:
         return Wire(self.world_size, (self._reduction, gather))
 
     @property
-    def _reduction(self) -> Traffic:
+    def _reduction(self) -> WirePart:
         if not self.setting.attached:
             return all_reduce(self._gradient_bytes, self.world_size)
         slots = slot_elements(self.plan)
@@ -243,13 +243,13 @@ class Estimate:
             "trained_elements": sum(self.loads),
             "fullest_rank": self.fullest_rank,
             "memory": {**self.fullest.as_dict(), "total": self.fullest.total},
-            "wire": {each.name: each.numbytes for each in self.wire.traffic},
+            "wire": {each.name: each.numbytes for each in self.wire.parts},
             "imbalance": self.imbalance,
             "torchs_imbalance": self.torchs_imbalance,
             "peers": {
                 peer.name: {
                     "memory": {**peer.memory.as_dict(), "total": peer.memory.total},
-                    "wire": {each.name: each.numbytes for each in peer.wire.traffic},
+                    "wire": {each.name: each.numbytes for each in peer.wire.parts},
                 }
                 for peer in self.peers
             },

@@ -15,7 +15,7 @@ DDP_BUCKET = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class WirePart:
     """One kind of collective in a step."""
 
     name: str
@@ -34,11 +34,11 @@ class Wire:
     """All that travels in a step."""
 
     world_size: int
-    traffic: tuple[Traffic, ...] = ()
+    parts: tuple[WirePart, ...] = ()
 
     @property
     def numbytes(self) -> int:
-        return sum(each.numbytes for each in self.traffic)
+        return sum(each.numbytes for each in self.parts)
 
     def seconds(self, bandwidth: float, latency: float = 0.0) -> float:
         """By the alpha-beta model: see the module."""
@@ -47,31 +47,31 @@ class Wire:
                 f"expected a positive bandwidth (bytes per second) and a latency in seconds, got "
                 f"{bandwidth} and {latency}"
             )
-        return sum(each.seconds(self.world_size, bandwidth, latency) for each in self.traffic)
+        return sum(each.seconds(self.world_size, bandwidth, latency) for each in self.parts)
 
 
-def all_reduce(numbytes: int, world_size: int) -> Traffic:
+def all_reduce(numbytes: int, world_size: int) -> WirePart:
     """DDP's, of all gradients in its buckets."""
     moved = 2 * numbytes * (world_size - 1) // world_size
-    return Traffic("all-reduce", moved, _ddp_buckets(numbytes, world_size), rounds=2)
+    return WirePart("all-reduce", moved, _ddp_buckets(numbytes, world_size), rounds=2)
 
 
-def evenly(name: str, numbytes: int, world_size: int) -> Traffic:
+def evenly(name: str, numbytes: int, world_size: int) -> WirePart:
     """A reduce-scatter or an all-gather of equal shares."""
     moved = numbytes * (world_size - 1) // world_size
-    return Traffic(name, moved, _ddp_buckets(numbytes, world_size))
+    return WirePart(name, moved, _ddp_buckets(numbytes, world_size))
 
 
-def from_owners(name: str, owned: Iterable[int], collectives: int, direct: bool) -> Traffic:
+def from_owners(name: str, owned: Iterable[int], collectives: int, direct: bool) -> WirePart:
     """What each rank owns goes to all others (or comes from all others, which is the same
     backwards): everybody gets what others own. ``direct``: the owner itself sends it to everyone,
     and is busy with its own part W - 1 times; otherwise those who have it pass it on."""
     shares = list(owned)
     world = len(shares)
     if world == 1:
-        return Traffic(name, 0, 0)
+        return WirePart(name, 0, 0)
     gets = sum(shares) - min(shares)
-    return Traffic(name, max(gets, max(shares) * (world - 1) * direct), collectives)
+    return WirePart(name, max(gets, max(shares) * (world - 1) * direct), collectives)
 
 
 def _ddp_buckets(numbytes: int, world_size: int) -> int:

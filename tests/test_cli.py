@@ -364,7 +364,7 @@ def test_the_log_says_in_one_line_what_was_planned(world: World) -> None:
         logger.setLevel(logging.NOTSET)
     most = math.ceil(328 / world.size)
     expected = (
-        f"planned 6 parameters, 328 elements, for SGD on {counted(world.size, 'rank')} in 1 bucket: at "
-        f"most {most} elements on a rank, 1.000 times an even share"
+        f"planned 6 parameters, 328 elements, for SGD on {counted(world.size, 'rank')} in 1 "
+        f"bucket: at most {most} elements on a rank, 1.000 times an even share"
     )
     assert lines == ([expected] if world.rank == 0 else [])

@@ -106,6 +106,24 @@ def test_an_estimate_is_what_a_run_reports(
     assert found.loads[world.rank] == optimizer._plan.load(world.rank)
 
 
+@pytest.mark.parametrize("attached", [False, True])
+@distributed(2, 3)
+def test_what_travels_is_what_was_foreseen(world: World, attached: bool) -> None:
+    """All ranks are equally busy here, but for one element. Besides, a few marks travel."""
+    model = Mlp()
+    found = estimate(model, AdamW, world.size, attached=attached, backend="gloo")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    if attached:
+        optimizer.attach(model)
+    before = optimizer._transport.traffic.bytes
+    model(model.batch((world.rank + 1, 1))).backward()
+    optimizer.step()
+    sent = optimizer._transport.traffic.bytes - before
+    parts = {part.name: part.numbytes for part in found.wire.parts}
+    foreseen = found.wire.numbytes if attached else parts["all-gather"]  # DDP does the rest
+    assert sent == pytest.approx(foreseen, abs=4 * world.size + 16)
+
+
 # ------------------------------------------------------------------ without processes
 
 
