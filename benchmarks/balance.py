@@ -11,12 +11,13 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from shapes import MODELS, Shapes, numels
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onecopy import ParamSpec, make_plan
+from onecopy.presets import PRESETS, Shapes, numels
 
+MODELS = ("gpt2", "llama-3-8b", "llama-3.2-1b", "resnet-50")  # of the published comparison
 RANKS = (2, 4, 8, 16, 64)
 
 
@@ -27,7 +28,7 @@ def our_largest_shard(shapes: Shapes, world: int) -> int:
 
 
 def torchs_largest_shard(shapes: Shapes, world: int) -> int:
-    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes.values()]
     return max(_torchs_shard(params, rank, world) for rank in range(world))
 
 
@@ -44,8 +45,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     print("largest shard / ideal shard\n")
     print(f"{'model':<14}{'':<9}" + "".join(f"{f'N={world}':>9}" for world in RANKS))
-    for name, model in MODELS.items():
-        shapes = model()
+    for name in MODELS:
+        shapes = PRESETS[name]()
         total = sum(numels(shapes))
         for who, largest_shard in (("torch", torchs_largest_shard), ("onecopy", our_largest_shard)):
             ratios = [largest_shard(shapes, world) * world / total for world in RANKS]

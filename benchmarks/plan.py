@@ -13,11 +13,11 @@ import time
 import tracemalloc
 
 from costs import Cost, report
-from shapes import Shapes, llama_3_8b, llama_3_70b, llama_3_405b, numels
 
 from onecopy import ParamSpec, make_plan
+from onecopy.presets import PRESETS, Shapes, numels
 
-MODELS = {"Llama-3-8B": llama_3_8b, "Llama-3-70B": llama_3_70b, "Llama-3-405B": llama_3_405b}
+MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b")
 RANKS = (8, 64, 1024, 16384)
 
 
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="append the table to the list in FILE")
     args = parser.parse_args()
     rows = []
-    for name, model in MODELS.items():
-        shapes = model()
+    for name in MODELS:
+        shapes = PRESETS[name]()
         for world in RANKS:
             buckets, pieces, to_plan, to_list = plan(shapes, world)
             peak = peak_memory(shapes, world) / 2**20

@@ -2,6 +2,7 @@
 
 from onecopy.agreement import RanksDisagree
 from onecopy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from onecopy.estimating import Estimate, estimate
 from onecopy.kinds import Kind, is_elementwise
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.plan import ParamSpec, Plan, make_plan
@@ -10,6 +11,7 @@ from onecopy.transport import broadcast_object as _broadcast_object  # noqa: F40
 from onecopy.version import __version__
 
 __all__ = [
+    "Estimate",
     "GradScaler",
     "Kind",
     "ParamSpec",
@@ -17,6 +19,7 @@ __all__ = [
     "RanksDisagree",
     "ZeroRedundancyOptimizer",
     "__version__",
+    "estimate",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "is_elementwise",

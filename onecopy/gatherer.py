@@ -22,7 +22,7 @@ from onecopy.transport import Part, Pending, Transport
 
 IN_FLIGHT = 3
 # Below this, a message of its own costs more than a copy.
-_WORTH_ITS_OWN_MESSAGE = 64 * 1024
+WORTH_ITS_OWN_MESSAGE = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ class _PartsRoute:
             if is_dense(memory):
                 memory = flat_range(memory, piece.start, piece.stop)
             numbytes = memory.numel() * memory.element_size()
-            alone = len(pieces) == 1 or numbytes >= _WORTH_ITS_OWN_MESSAGE
+            alone = len(pieces) == 1 or numbytes >= WORTH_ITS_OWN_MESSAGE
             if alone and memory.is_contiguous():
                 self._direct.append(Part(owner, memory))
             else:

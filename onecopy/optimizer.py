@@ -33,6 +33,7 @@ from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas
 from onecopy.reporting import Reports
 from onecopy.shards import Shards
+from onecopy.tally import in_one_line
 from onecopy.tracing import Order, Tracing
 from onecopy.transport import Transport
 from onecopy.version import __version__
@@ -135,6 +136,9 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self._shards.settle()
         self._tracing = Tracing.of(self._trace_order, self.global_rank, self._facts)
         self._transport.note("optimizer built")
+        if self.rank == 0 and logger.isEnabledFor(logging.INFO):
+            classes = [policy.optimizer_class for policy in self._roster.policies]
+            logger.info(in_one_line(self._plan, classes))
         self.initialized = True
 
     # ------------------------------------------------------------------ parameters and the plan

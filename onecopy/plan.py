@@ -175,6 +175,14 @@ class Plan:
         start = (rank * each + before) * unit
         return start, start + (each + longer) * unit
 
+    def rank_at(self, bucket: int, offset: int) -> int:
+        """The owner of an element of an elementwise bucket, counted from the bucket."""
+        b = self.buckets[bucket]
+        if not b.extra:
+            return offset // (b.numel // self.world_size)
+        ranks = range(self.world_size)
+        return bisect.bisect_right(ranks, offset, key=lambda r: self.slot(bucket, r)[0]) - 1
+
     def range_of(self, bucket: int, rank: int) -> tuple[int, int]:
         """[start, stop) of what a rank owns in a bucket, whatever its kind: always one run."""
         if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
@@ -240,10 +248,7 @@ class Plan:
     def _place(self, ordered: Sequence[int], position: int) -> tuple[int, int]:
         """(bucket, rank) of an element of a stream, given the stream's buckets in order."""
         at = bisect.bisect_right(ordered, position, key=lambda b: self.buckets[b].start) - 1
-        offset = position - self.buckets[ordered[at]].start
-        ranks = range(self.world_size)
-        after = bisect.bisect_right(ranks, offset, key=lambda r: self.slot(ordered[at], r)[0])
-        return ordered[at], after - 1
+        return ordered[at], self.rank_at(ordered[at], position - self.buckets[ordered[at]].start)
 
     def load(self, rank: int, kind: Kind | None = None) -> int:
         """Elements that a rank owns, of one kind or of both."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -139,3 +140,28 @@ def test_the_diff_from_torchs_class_leads_to_the_same_parameters(world: World) -
     (theirs, before), (ours, after) = ends
     assert type(theirs) is not type(ours)
     assert all(map(torch.equal, before, after))
+
+
+COMMANDS = re.findall(
+    r"^```sh\n(onecopy .*?)^```(?:\n\n```text\n(.*?)^```)?",
+    (ROOT / "docs" / "estimating.md").read_text(),
+    re.M | re.S,
+)
+
+
+@pytest.mark.parametrize(("commands", "shown"), COMMANDS)
+def test_a_command_of_a_page_prints_what_the_page_shows(
+    commands: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in commands.splitlines():
+        assert main(command.split()[1:]) == 0
+    assert not shown or capsys.readouterr().out == shown
+
+
+def test_the_page_has_its_commands() -> None:
+    assert len(COMMANDS) >= 4

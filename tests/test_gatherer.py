@@ -17,7 +17,7 @@ from onecopy import ZeroRedundancyOptimizer, gatherer
 from onecopy.gatherer import IN_FLIGHT, Transfer
 from onecopy.transport import Part
 
-LARGE = gatherer._WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
+LARGE = gatherer.WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
 
 BUCKET_VIEW = pytest.mark.parametrize(
     "bucket_view", [False, True], ids=["own-storage", "bucket-view"]

@@ -1,0 +1,309 @@
+"""``estimate``: what a training takes of every rank's memory and of the wire, before the run.
+
+It is not a formula beside the program: the plan is the one that the optimizer would make, the state
+is what the class makes when it steps, and staging follows the rules by which it is taken. A
+:class:`MemoryReport` of a real run has the same fields, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.buffers import is_dense
+from onecopy.demand import ReduceStaging, Ways, gather_staging
+from onecopy.kinds import Kind
+from onecopy.memory import MemoryReport
+from onecopy.peers import Peer, peers_of, torchs_loads
+from onecopy.pieces import grad_dtype, updated_in
+from onecopy.plan import Plan
+from onecopy.recipes import Recipe
+from onecopy.subject import Subject
+from onecopy.tally import Tally, imbalance, slot_elements, tally
+from onecopy.wire import Wire, WirePart, all_reduce, from_owners
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the optimizer is run; the names are those of its own arguments."""
+
+    attached: bool = False
+    under_ddp: bool = False  # attached to a DDP module, which keeps its buckets
+    lazy_gather: bool = False
+    reduce_dtype: torch.dtype | None = None
+    parameters_as_bucket_view: bool = False
+    backend: str = "nccl"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        for name in ("under_ddp", "lazy_gather", "reduce_dtype"):
+            if getattr(self, name) and not self.attached:
+                raise ValueError(f"{name} means something in attached mode only: attached=True")
+
+
+class Estimate:
+    """Bytes on every rank, on the wire, and what others would take. ``print`` shows a table."""
+
+    def __init__(self, subject: Subject, plan: Plan, setting: Setting) -> None:
+        self.subject = subject
+        self.plan = plan
+        self.setting = setting
+        self.world_size = plan.world_size
+
+    # ------------------------------------------------------------------ memory
+
+    def on(self, rank: int) -> MemoryReport:
+        """What one rank holds after a step: the fields are those of ``memory_report()``."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
+        gradients, staging = self._gradient_bytes, self._gather_staging
+        if self.setting.attached:
+            gradients = sum(held[rank] for held in self._held_gradients)
+            staging += self._reduce_staging.on(rank)
+        return MemoryReport(
+            parameters=self._parameter_bytes,
+            gradients=gradients,
+            state={key: of[rank] for key, of in sorted(self._state.items()) if of[rank]},
+            master_copies=self._masters[rank],
+            staging=staging,
+            ddp_buckets=self._trained_bytes if self.setting.under_ddp else 0,
+        )
+
+    @cached_property
+    def fullest_rank(self) -> int:
+        """The rank that holds most; the first of them."""
+        return max(range(self.world_size), key=lambda rank: (self.on(rank).total, -rank))
+
+    @cached_property
+    def fullest(self) -> MemoryReport:
+        return self.on(self.fullest_rank)
+
+    @cached_property
+    def loads(self) -> list[int]:
+        """Elements that every rank owns and updates."""
+        return self._tally.loads(self.world_size)
+
+    @cached_property
+    def pieces(self) -> list[int]:
+        """In how many pieces that is, by rank."""
+        counts = self._tally.pieces.values()
+        return [sum(of[rank] for of in counts) for rank in range(self.world_size)]
+
+    @property
+    def imbalance(self) -> float:
+        """Elements on the fullest rank, relative to an even share."""
+        return imbalance(self.loads)
+
+    @cached_property
+    def torchs_imbalance(self) -> float:
+        """The same for the partition of torch's class."""
+        return imbalance(torchs_loads(self.subject, self.world_size))
+
+    @cached_property
+    def _tally(self) -> Tally:
+        def label(param: int) -> tuple[Recipe | None, int, int]:
+            subject = self.subject
+            recipe = subject.recipe(param) if param in self._cut_streams else None
+            return recipe, subject.master_bytes(param), subject.params[param].dtype.itemsize
+
+        return tally(self.plan, label)
+
+    @cached_property
+    def _cut_streams(self) -> frozenset[int]:
+        """The parameters in elementwise streams."""
+        streams = (s for s in self.plan.streams if s.kind is Kind.ELEMENTWISE)
+        return frozenset(param for stream in streams for param in stream.params)
+
+    @cached_property
+    def _state(self) -> dict[str, list[int]]:
+        """Bytes by key and rank."""
+        found: dict[str, list[int]] = {}
+
+        def add(key: str, rank: int, count: int) -> None:
+            found.setdefault(key, [0] * self.world_size)[rank] += count
+
+        for label, elements in self._tally.elements.items():
+            assert isinstance(label, tuple)
+            if label[0] is not None:
+                pieces = self._tally.pieces[label]
+                for rank in range(self.world_size):
+                    for key, count in label[0].bytes_for(elements[rank], pieces[rank]).items():
+                        add(key, rank, count)
+        for stream in self.plan.streams:
+            for param, owner in zip(stream.params, stream.owners, strict=False):
+                for key, count in self.subject.state_of(param).items():
+                    add(key, owner, count)
+        return found
+
+    @cached_property
+    def _masters(self) -> list[int]:
+        return self._owned(lambda label: label[1])
+
+    @cached_property
+    def _owned_bytes(self) -> list[int]:
+        """Bytes of the parameters that each rank owns."""
+        return self._owned(lambda label: label[2])
+
+    def _owned(self, itemsize: Any) -> list[int]:
+        sizes = [(itemsize(label), of) for label, of in self._tally.elements.items()]
+        return [sum(size * of[rank] for size, of in sizes) for rank in range(self.world_size)]
+
+    @cached_property
+    def _parameter_bytes(self) -> int:
+        return sum(param.nbytes for param in self.subject.params)
+
+    @cached_property
+    def _trained_bytes(self) -> int:
+        return sum(self.subject.params[param].nbytes for param in self.subject.trained)
+
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        """Of all gradients, as backward leaves them."""
+        subject = self.subject
+        return sum(
+            subject.params[i].numel * grad_dtype(subject.tensor(i)).itemsize
+            for i in subject.trained
+        )
+
+    @cached_property
+    def _held_gradients(self) -> list[list[int]]:
+        """In attached mode: bytes by stream and rank."""
+        found = []
+        for stream, slots in zip(self.plan.streams, slot_elements(self.plan), strict=True):
+            param = self.subject.tensor(stream.params[0])
+            wide = updated_in(param.dtype, self.subject.master_dtype)
+            dtype = grad_dtype(param) if wide == param.dtype else wide
+            found.append([count * dtype.itemsize for count in slots])
+        return found
+
+    def _wire_dtype(self, stream: int) -> torch.dtype:
+        param = self.subject.tensor(self.plan.streams[stream].params[0])
+        given = self.setting.reduce_dtype if param.is_floating_point() else None
+        return given or grad_dtype(param)
+
+    @cached_property
+    def _ways(self) -> Ways:
+        return Ways(
+            equal_slots=self.setting.backend != "gloo",
+            in_place=self.setting.parameters_as_bucket_view,
+            lazily=self.setting.lazy_gather,
+            is_dense=lambda param: is_dense(self.subject.tensor(param)),
+        )
+
+    @cached_property
+    def _gather_staging(self) -> int:
+        return gather_staging(self.plan, self._ways)
+
+    @cached_property
+    def _reduce_staging(self) -> ReduceStaging:
+        return ReduceStaging(self.plan, self._ways, self._wire_dtype)
+
+    # ------------------------------------------------------------------ wire and peers
+
+    @cached_property
+    def wire(self) -> Wire:
+        """What travels in a step."""
+        direct = self.setting.backend == "gloo"
+        gather = from_owners("all-gather", self._owned_bytes, len(self.plan.buckets), direct)
+        return Wire(self.world_size, (self._reduction, gather))
+
+    @property
+    def _reduction(self) -> WirePart:
+        if not self.setting.attached:
+            return all_reduce(self._gradient_bytes, self.world_size)
+        slots = slot_elements(self.plan)
+        sizes = [self._wire_dtype(stream).itemsize for stream in range(len(slots))]
+        owned = [
+            sum(size * of[rank] for size, of in zip(sizes, slots, strict=True))
+            for rank in range(self.world_size)
+        ]
+        return from_owners("reduce-scatter", owned, len(self.plan.buckets), direct=True)
+
+    @cached_property
+    def peers(self) -> tuple[Peer, ...]:
+        """DDP, torch's class (unless there are several optimizer classes), ZeRO-2 and ZeRO-3."""
+        return peers_of(self.subject, self._gradient_bytes, self.world_size)
+
+    # ------------------------------------------------------------------ telling
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fullest rank, and beside it the peers."""
+        return {
+            "world_size": self.world_size,
+            "mode": "attached" if self.setting.attached else "drop-in",
+            "backend": self.setting.backend,
+            "elements": sum(param.numel for param in self.subject.params),
+            "trained_elements": sum(self.loads),
+            "fullest_rank": self.fullest_rank,
+            "memory": {**self.fullest.as_dict(), "total": self.fullest.total},
+            "wire": {each.name: each.numbytes for each in self.wire.parts},
+            "imbalance": self.imbalance,
+            "torchs_imbalance": self.torchs_imbalance,
+            "peers": {
+                peer.name: {
+                    "memory": {**peer.memory.as_dict(), "total": peer.memory.total},
+                    "wire": {each.name: each.numbytes for each in peer.wire.parts},
+                }
+                for peer in self.peers
+            },
+        }
+
+    def __str__(self) -> str:
+        return str(self.fullest)
+
+
+def estimate(
+    model_or_shapes: Any,
+    optimizer_class: type[Optimizer],
+    world_size: int,
+    *,
+    attached: bool = False,
+    under_ddp: bool = False,
+    lazy_gather: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    partition: str = "auto",
+    bucket_mb: float = 25,
+    master_dtype: torch.dtype | None = None,
+    parameters_as_bucket_view: bool = False,
+    backend: str = "nccl",
+    **defaults: Any,
+) -> Estimate:
+    """What training takes on each of ``world_size`` ranks, without building or running anything.
+
+    Args:
+        model_or_shapes: a module (on the meta device, if it is large), names with shapes, a list of
+            shapes, or what an optimizer accepts: parameters or groups.
+        optimizer_class: the class to run. It takes a step on small tensors or on such without
+            memory, so that its state is known whatever class it is.
+        world_size: the number of ranks.
+        attached: ``optimizer.attach(module)`` is used; ``under_ddp``: on a DDP module.
+        dtype: train floating-point parameters in this dtype instead of their own.
+        backend: ``"nccl"`` or ``"gloo"``: how buckets travel, and what staging that takes.
+        **defaults: options of ``optimizer_class``.
+
+    All else is as for :class:`ZeroRedundancyOptimizer` and its ``attach``.
+
+    >>> found = estimate({"weight": (1000, 1000)}, torch.optim.AdamW, 8, backend="gloo")
+    >>> found.fullest.state
+    {'exp_avg': 500000, 'exp_avg_sq': 500000, 'step': 4}
+    """
+    setting = Setting(
+        attached, under_ddp, lazy_gather, reduce_dtype, parameters_as_bucket_view, backend
+    )
+    subject = Subject.of(
+        model_or_shapes,
+        optimizer_class,
+        dtype=dtype,
+        partition=partition,
+        master_dtype=master_dtype,
+        defaults=defaults,
+    )
+    return Estimate(subject, subject.plan(world_size, bucket_mb), setting)

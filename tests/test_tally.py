@@ -1,0 +1,150 @@
+"""What ranks own and what staging takes, counted by arithmetic: as by listing and by allocating."""
+
+from __future__ import annotations
+
+import doctest
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_plan import History, anything, histories
+
+import onecopy.tally
+from onecopy.buffers import FlatHomes
+from onecopy.demand import ReduceStaging, Ways, gather_staging
+from onecopy.gatherer import WORTH_ITS_OWN_MESSAGE, Gatherer
+from onecopy.kinds import Kind
+from onecopy.plan import ParamSpec, Plan, make_plan
+from onecopy.reducer import Reducer
+from onecopy.tally import imbalance, slot_elements, tally
+
+
+@given(histories())
+@anything
+def test_a_tally_counts_what_listing_all_pieces_counts(history: History) -> None:
+    plan = history.plan()
+    counted = tally(plan, lambda param: param % 3)
+    elements: Counter[Any] = Counter()
+    pieces: Counter[Any] = Counter()
+    for rank in range(plan.world_size):
+        for piece in plan.pieces(rank):
+            elements[piece.param % 3, rank] += piece.numel
+            pieces[piece.param % 3, rank] += 1
+    for label in {param % 3 for param in plan.params}:
+        for rank in range(plan.world_size):
+            assert counted.elements[label][rank] == elements[label, rank]
+            assert counted.pieces[label][rank] == pieces[label, rank]
+    assert counted.loads(plan.world_size) == [plan.load(r) for r in range(plan.world_size)]
+
+
+@given(histories())
+@anything
+def test_slots_are_counted_with_their_padding(history: History) -> None:
+    plan = history.plan()
+    for rank in range(plan.world_size):
+        expected = [0] * len(plan.streams)
+        for number, bucket in enumerate(plan.buckets):
+            start, stop = plan.range_of(number, rank)
+            expected[bucket.stream] += stop - start
+        assert [slots[rank] for slots in slot_elements(plan)] == expected
+
+
+def test_imbalance() -> None:
+    assert doctest.testmod(onecopy.tally).failed == 0
+    assert imbalance([5, 5, 5]) == imbalance([0, 0]) == 1.0
+
+
+# ------------------------------------------------------------------ staging
+
+
+@dataclass(frozen=True, slots=True)
+class PretendedTransport:
+    """As much of a transport as deciding on the ways of buckets needs."""
+
+    rank: int
+    world_size: int
+    equal_slots: bool
+
+    def gathers_equal_slots(self, _: torch.device) -> bool:
+        return self.equal_slots
+
+    reduces_equal_slots = gathers_equal_slots
+
+
+def tensors_for(history: History) -> list[torch.Tensor]:
+    """A tensor for every spec; the numbers between them are frozen parameters."""
+    specs = history.specs
+    return [
+        torch.zeros(specs[i].numel, dtype=getattr(torch, specs[i].dtype)) if i in specs
+        else torch.zeros(0)
+        for i in range(max(specs, default=-1) + 1)
+    ]  # fmt: skip
+
+
+def on_one_device(history: History) -> History:
+    """All tensors of this test are on the CPU, whatever the plan calls it."""
+    batches = [[_on_cpu(spec) for spec in batch] for batch in history.batches]
+    return History(history.world, history.bucket_bytes, batches)
+
+
+def _on_cpu(spec: ParamSpec) -> ParamSpec:
+    return ParamSpec(spec.index, spec.numel, spec.dtype, spec.itemsize, "cpu", spec.kind, spec.cost)
+
+
+# Some large enough for a message of their own.
+SIZES = st.integers(0, 300) | st.sampled_from([64, 3000, WORTH_ITS_OWN_MESSAGE // 4, 40_000])
+
+
+@given(histories(numels=SIZES), st.booleans(), st.booleans(), st.booleans())
+@anything
+def test_gathers_take_the_staging_that_was_foreseen(
+    history: History, equal_slots: bool, lazily: bool, in_place: bool
+) -> None:
+    history = on_one_device(history)
+    plan, params = history.plan(), tensors_for(history)
+    homes = FlatHomes() if in_place else None
+    if homes is not None:
+        homes.adopt(plan, params)
+    transport: Any = PretendedTransport(plan.world_size - 1, plan.world_size, equal_slots)
+    gatherer = Gatherer(transport)
+    gatherer.prepare(plan, params, homes, lazily)
+    assert gatherer.staged_bytes == gather_staging(plan, Ways(equal_slots, in_place, lazily))
+
+
+@given(histories(), st.booleans(), st.data())
+@anything
+def test_reductions_take_the_staging_that_was_foreseen(
+    history: History, equal_slots: bool, data: st.DataObject
+) -> None:
+    history = on_one_device(history)
+    plan, params = history.plan(), tensors_for(history)
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    transport: Any = PretendedTransport(rank, plan.world_size, equal_slots)
+    reducer = Reducer(transport, None, None)
+    reducer.prepare(plan, params)
+    foreseen = ReduceStaging(
+        plan, Ways(equal_slots), lambda stream: getattr(torch, plan.streams[stream].dtype)
+    )
+    assert reducer.staged_bytes == foreseen.on(rank)
+
+
+def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:
+    gaps = torch.zeros(40_000, 2)[:, 0]
+    plan = make_plan([ParamSpec(0, gaps.numel(), "float32", 4, kind=Kind.WHOLE)], 2)
+    transport: Any = PretendedTransport(0, 2, False)
+    gatherer = Gatherer(transport)
+    gatherer.prepare(plan, [gaps], None, False)
+    ways = Ways(False, is_dense=lambda _: False)
+    assert gatherer.staged_bytes == gather_staging(plan, ways) == gaps.numel() * 4
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_plan_of_nothing(world: int) -> None:
+    plan = Plan(world, 1)
+    assert tally(plan).loads(world) == [0] * world
+    assert gather_staging(plan, Ways(True)) == 0
+    assert ReduceStaging(plan, Ways(True), lambda _: torch.float32).on(0) == 0
