@@ -290,17 +290,18 @@ class LocalOptimizer:
     def _bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
         """The pieces in these buckets have gradients; the user's own come back afterwards."""
         bound: list[tuple[OwnedPiece, torch.Tensor | None]] = []
-        for bucket in buckets:
-            given = gradients(bucket)
-            if given is None:
-                for owned in self._held.lent.get(bucket, ()):
-                    bound.append((owned, owned.tensor.grad))
-                    owned.tensor.grad = owned.part_of(owned.param.grad)
-            else:
-                for owned, grad in zip(self._held.in_bucket.get(bucket, ()), given, strict=True):
-                    bound.append((owned, owned.tensor.grad))
-                    owned.tensor.grad = owned.fitting(grad)
         try:
+            for bucket in buckets:
+                given = gradients(bucket)
+                if given is None:
+                    for owned in self._held.lent.get(bucket, ()):
+                        bound.append((owned, owned.tensor.grad))
+                        owned.tensor.grad = owned.part_of(owned.param.grad)
+                else:
+                    pieces = self._held.in_bucket.get(bucket, ())
+                    for owned, grad in zip(pieces, given, strict=True):
+                        bound.append((owned, owned.tensor.grad))
+                        owned.tensor.grad = owned.fitting(grad)
             yield
         finally:
             for owned, grad in bound:

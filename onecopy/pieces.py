@@ -37,6 +37,12 @@ def updated_in(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dt
     return master_dtype if dtype.itemsize < master_dtype.itemsize else dtype
 
 
+def gradient_held_in(param: torch.Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter's gradient is summed over the ranks, and kept for a step."""
+    dtype = updated_in(param.dtype, master_dtype)
+    return grad_dtype(param) if dtype == param.dtype else dtype
+
+
 @dataclass(slots=True, eq=False)
 class OwnedPiece:
     """A piece of this rank, and the tensor by which the inner optimizer knows it."""
