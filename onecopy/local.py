@@ -340,14 +340,6 @@ class LocalOptimizer:
             return {**(state or {}), MASTER: owned.tensor.detach()}
         return state
 
-    @torch.no_grad()
-    def take_masters(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Master copies that were loaded, by our tensors; others are made anew."""
-        for owned in self._held.masters:
-            found = saved.get(owned.tensor)
-            owned.tensor.copy_(owned.values() if found is None else found)
-        self.masters.forget()
-
     # ------------------------------------------------------------------ copying
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalOptimizer:

@@ -211,7 +211,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         if unfrozen or not self._shards.is_confirmed:
             self._take_in(unfrozen)
         self._shards.follow_memory()
-        self._local.masters.follow_params()
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
@@ -260,6 +259,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
         self._transport.note(f"in step {self._steps}")
         self.wait()
         self._follow_changes(party)
+        self._local.masters.follow_params()
         if self._check_steps:
             require_agreement(self._transport, "checking a step", self._description())
         gradients = self._gradients(party)
@@ -344,6 +344,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins):
     ) -> None:
         self.wait()
         self._follow_changes()
+        self._local.masters.follow_params()
         self._full_state.forget(f"{name}() was called after the last consolidation")
         self._local.options_in(self.param_groups)
         for optimizer in optimizers:
