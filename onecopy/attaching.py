@@ -85,8 +85,10 @@ class Attaches(Parts):
         """Undo :meth:`attach`. Gradients that were not used are dropped."""
         if self._attachment is None:
             raise RuntimeError("the optimizer is not attached")
-        self._last_will()
-        self._attachment = None
+        try:
+            self._last_will()
+        finally:
+            self._attachment = None
 
     def wait(self) -> None:
         """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
@@ -130,7 +132,8 @@ class Attaches(Parts):
         return norm
 
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The averaged gradient of a parameter, on all ranks. Collective in attached mode."""
+        """The averaged gradient of a parameter, on all ranks. Collective in attached mode, where
+        its dtype is that in which gradients are summed: with master copies, theirs."""
         index = next((i for i, p in enumerate(self._roster.params) if p is param), None)
         if index is None:
             raise ValueError("full_grad(p): p is not a parameter of this optimizer")
@@ -164,8 +167,7 @@ class Attaches(Parts):
     def _skip_step(self) -> None:
         """The scaler does not take a step that ranks which have joined wait for."""
         self._announce_in_join(Turn.SKIP)
-        if self._attachment is not None:
-            self._attachment.drop()
+        self._drop_gradients()
 
     def _announce_in_join(self, turn: Turn) -> Party | None:
         return self._announce(turn) if self._join_config.enable else None

@@ -23,7 +23,7 @@ from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
 from onecopy.norm import clip_coefficient, total_norm
-from onecopy.pieces import updated_in
+from onecopy.pieces import gradient_held_in
 from onecopy.plan import Piece, Plan
 from onecopy.reducer import Reducer
 from onecopy.roster import Roster
@@ -66,6 +66,8 @@ class Attachment:
 
     def _begin(self) -> None:
         """A backward of the bare module begins."""
+        if self._transport.world_size == 1:
+            self._shards.follow_memory()  # one rank alone may have converted the module
         self._take_share(self._tell_joined(Turn.BACKWARD))
         self.reducer.begin()
 
@@ -128,24 +130,39 @@ class Attachment:
         self.feed.reset()
 
     def detach(self) -> None:
-        self.drop()
-        self.feed.remove()
-        for patch in self._patches:
-            patch.remove()
-        self._shards.follower = None
-        if self._lazy is not None:
-            self._lazy.remove()
-            self._shards.gathers_lazily = False
-            self._shards.settle()
+        """Everything is undone even if a collective has failed; then that is raised."""
+        shards = self._shards
+        shards.follower = None
+        with contextlib.ExitStack() as undoing:  # in reverse order
+            if self._lazy is not None:
+                shards.gathers_lazily = False
+                undoing.callback(shards.settle)
+                undoing.callback(self._lazy.remove)
+            for patch in self._patches:
+                undoing.callback(patch.remove)
+            undoing.callback(self.feed.remove)
+            undoing.callback(self.drop)
 
     # ------------------------------------------------------------------ looking at gradients
 
-    def norm(self, norm_type: float) -> torch.Tensor:
+    def _settle(self) -> None:
+        """Before looking at gradients: until all are here."""
         self._require_finished()
-        gradients = self.reducer.gradients()
+        self.reducer.settle()
+
+    def _held_in(self, index: int) -> torch.dtype:
+        """The dtype of a parameter's gradient, as the ranks hold it."""
+        param = self._shards.roster.params[index]
+        return gradient_held_in(param, self._shards.local.master_dtype)
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        self._settle()
         pieces = [owned.piece for owned in self._shards.local.pieces]
-        present = self.reducer.present()
-        return total_norm(self._transport, pieces, gradients, present, norm_type)
+        gradients, present = self.reducer.gradients(), self.reducer.present
+        dtypes = {self._held_in(index).to_real() for index in present}
+        # A narrow norm, as torch's of narrow gradients, would cost digits for nothing.
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        return total_norm(self._transport, pieces, gradients, present, norm_type).to(dtype)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         norm = self.norm(norm_type)
@@ -155,26 +172,25 @@ class Attachment:
 
     @torch.no_grad()
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients, which have been settled."""
         for gradients in self._alike():
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def _alike(self) -> Iterable[list[torch.Tensor]]:
-        """The gradients of this rank, in lists of one device and dtype."""
+        """The gradients of this rank, in lists of one device and dtype. Complex numbers are pairs
+        of real ones: torch's kernels for scaling know those only."""
         lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for grad in self.reducer.gradients():
             if grad is not None and grad.numel():
-                lists.setdefault((grad.device, grad.dtype), []).append(grad)
+                real = torch.view_as_real(grad) if grad.is_complex() else grad
+                lists.setdefault((real.device, real.dtype), []).append(real)
         return lists.values()
 
     @torch.no_grad()
     def unscale(self, inv_scale: torch.Tensor | float, allow_fp16: bool) -> torch.Tensor:
         """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN."""
-        self._require_finished()
-        params, master_dtype = self._shards.roster.params, self._shards.local.master_dtype
-        held_in = {
-            updated_in(params[index].dtype, master_dtype) for index in self.reducer.present()
-        }
+        self._settle()
+        held_in = {self._held_in(index).to_real() for index in self.reducer.present}
         if torch.float16 in held_in and not allow_fp16:
             raise ValueError(
                 "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
@@ -209,12 +225,13 @@ class Attachment:
     @torch.no_grad()
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The averaged gradient of a parameter, on all ranks. Collective."""
-        gradients = self.reducer.gradients()
-        if index not in self.reducer.present():
+        self._settle()
+        if index not in self.reducer.present:
             return None
         plan, param = self._shards.plan, self._shards.roster.params[index]
-        whole = torch.empty_like(param)
+        whole = torch.empty_like(param, dtype=self._held_in(index))
         whole = whole if is_dense(param) else whole.contiguous()
+        gradients = self.reducer.gradients()
         for owned, grad in zip(self._shards.local.pieces, gradients, strict=True):
             if owned.piece.param == index and grad is not None:
                 flat = flat_range(whole, owned.piece.start, owned.piece.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from onecopy.pieces import MASTER
 from onecopy.portrait import Portrait
 from onecopy.saved import Entry, SavedState, SavedValue, form_of_saved
 from onecopy.saving import classes_of
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ def without_masters_not_in(
         if MASTER in state and MASTER not in saved.states.get(name, {})
     }
     states = {
-        name: {key: v for key, v in state.items() if key != MASTER or name not in lacking}
+        name: _split_master(state)[0] if name in lacking else state
         for name, state in tree["state"].items()
     }
     return {**tree, "state": states}, {_key(name, MASTER) for name in lacking}
@@ -126,8 +128,8 @@ def with_saved_forms(
         if there is None or not portrait.may_change_form(index) or not portrait.local.of(param):
             continue
         # The master copy is no state of the class, and tells nothing about its form.
-        there = {path: value for path, value in there.items() if path != MASTER}
-        like = {key: value for key, value in state.get(name, {}).items() if key != MASTER}
+        there, _ = _split_master(there)
+        like, master = _split_master(state.get(name, {}))
         expected = _by_path(like)
         outlines = {
             path: _outline(portrait, index, value.entry, expected.get(path))
@@ -140,9 +142,15 @@ def with_saved_forms(
         lacks_nothing = expected.keys() <= there.keys() or portrait.changes_form(index)
         if fits and lacks_nothing and _may_have_become(expected, there, param):
             form = _with_empty_dicts(form_of_saved(there, outlines), like)
-            master = {key: value for key, value in state.get(name, {}).items() if key == MASTER}
             state[name] = {**form, **master}
     return {**tree, "state": state}
+
+
+def _split_master(state: Mapping[str, _Value]) -> tuple[dict[str, _Value], dict[str, _Value]]:
+    """The state of the class itself, and the master copy, if there is one."""
+    rest = dict(state)
+    master = {MASTER: rest.pop(MASTER)} if MASTER in rest else {}
+    return rest, master
 
 
 def _with_empty_dicts(form: dict[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def estimate(
     reduce_dtype: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     partition: str = "auto",
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     master_dtype: torch.dtype | None = None,
     parameters_as_bucket_view: bool = False,
     backend: str = "nccl",

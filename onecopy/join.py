@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from onecopy.agreement import RanksDisagree, name_ranks
 from onecopy.buffers import flat_range, in_layout_of, is_dense
 from onecopy.intake import options_of
 from onecopy.parcels import NotPlain, decode, encode, receive_tensors, send_tensors
@@ -64,13 +65,23 @@ class Party:
 
 
 def find_party(transport: Transport, mine: Turn) -> Party | None:
-    """Collective, in every turn inside a join context. None while nobody has joined."""
+    """Collective, in every turn inside a join context. None while nobody has joined. If those that
+    have not joined differ in what they are about to do, it is an error on all ranks."""
     turns = [Turn(word) for word in transport.all_gather_bytes(mine.value)]
-    borrowers = tuple(rank for rank, turn in enumerate(turns) if turn is Turn.JOINED)
+    ranks: dict[Turn, list[int]] = {}
+    for rank, turn in enumerate(turns):
+        ranks.setdefault(turn, []).append(rank)
+    borrowers = tuple(ranks.pop(Turn.JOINED, ()))
+    if len(ranks) > 1:
+        views = "".join(f"\n  {name_ranks(who)}: {turn.name}" for turn, who in ranks.items())
+        raise RanksDisagree(
+            f"inside Join, the ranks that have inputs left do different things:{views}\n"
+            "Every one of them must take the same steps in the same order."
+        )
     if not borrowers:
         return None
-    lender = next(rank for rank, turn in enumerate(turns) if turn is not Turn.JOINED)
-    return Party(turns[lender], lender, borrowers)
+    ((turn, others),) = ranks.items()
+    return Party(turn, others[0], borrowers)
 
 
 def follow_lender(

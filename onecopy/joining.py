@@ -51,8 +51,7 @@ class Joins(Parts):
             if party.turn is Turn.STEP:
                 self._step(None, {}, party)
             elif party.turn is Turn.SKIP:
-                if self._attachment is not None:
-                    self._attachment.drop()
+                self._drop_gradients()
             elif party.turn is Turn.BACKWARD:
                 self._attached("join").shadow_backward(party)
             else:

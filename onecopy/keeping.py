@@ -21,7 +21,14 @@ from onecopy.parts import Parts
 from onecopy.pieces import MASTER
 from onecopy.plan import Plan
 from onecopy.portrait import Portrait
-from onecopy.restore import Loadable, checked, load, load_masters
+from onecopy.restore import (
+    Loadable,
+    checked,
+    compare_masters,
+    load,
+    load_masters,
+    with_lack_told,
+)
 from onecopy.saving import require_name, save
 from onecopy.stateful import ShardedState
 
@@ -38,7 +45,7 @@ class KeepsState(Parts):
 
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
-        self._local.masters.follow_params()
+        self._bring_masters_up_to_date()
         self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +93,8 @@ class KeepsState(Parts):
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
         if self._plan is not plan:
             self._shards.settle()
-        self._load_masters(loadable)
+        load_masters(self._local, loadable)
+        self._warn_of_masters(loadable)
         for group, inner, saved in zip(
             self.param_groups, self._local.param_groups, loadable.groups, strict=True
         ):
@@ -99,19 +107,26 @@ class KeepsState(Parts):
         self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._full_state.forget("a state dict was loaded after the last consolidation")
 
-    def _load_masters(self, loadable: Loadable) -> None:
-        lacking, unused = load_masters(self._local, loadable)
-        if self.rank == 0 and lacking:
+    def _warn_of_masters(self, loadable: Loadable) -> None:
+        """Of master copies on one side only, once for all ranks."""
+        planned = [entry.param for entry in self._roster.planned(self._plan)]
+        found = compare_masters(loadable, planned, self._local.master_dtype)
+        if self.rank == 0 and found.are_lacking:
             logger.warning(
                 "what was loaded lacks master copies (%s): they were rebuilt from the parameters",
                 MASTER,
             )
-        if self.rank == 0 and unused:
+        if self.rank == 0 and found.are_unused:
             logger.warning(
                 "what was loaded has master copies (%s), for which this optimizer has no use: they "
                 "were left out. To keep them, build it with master_dtype=torch.float32",
                 MASTER,
             )
+
+    def _bring_masters_up_to_date(self) -> None:
+        """Before they are saved: the parameters are here, and what was written into them counts."""
+        self.wait()
+        self._local.masters.follow_writes()
 
     # ------------------------------------------------------------------ sharded checkpoints
 
@@ -153,6 +168,7 @@ class KeepsState(Parts):
         of :meth:`sharded`.
         """
         self._follow_changes()
+        self._bring_masters_up_to_date()
         save(
             self._transport,
             lambda: self._portrait(module),
@@ -192,6 +208,7 @@ class KeepsState(Parts):
 
         self._transport.note(f"loading {path}")
         agree(self._transport, "loading a checkpoint", prepare)
+        self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
         plan = self._plan
         # State that is made in inference mode could never be stepped.
         with torch.inference_mode(False), self._shards.all_or_nothing():
@@ -205,12 +222,13 @@ class KeepsState(Parts):
                 strict=strict,
                 key=key,
             )
-        self._finish_loading(loadable, plan)
+        self._finish_loading(with_lack_told(self._transport, self._local, loadable), plan)
         return report
 
     def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
         """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
         self._follow_changes()
+        self._bring_masters_up_to_date()
         tree: dict[str, Any] = {}
 
         def prepare() -> list[str]:
@@ -252,4 +270,5 @@ class KeepsState(Parts):
         pieces, masters = portrait.pieces_from(state)
         said, _ = self._transport.minimum_and_maximum(beginnings(portrait, pieces))
         pieces = without(portrait, pieces, names_not_begun(portrait, said))
-        self._adopt(Loadable(portrait.frozen_from(state), {}, options, pieces, masters))
+        loadable = Loadable(portrait.frozen_from(state), {}, options, pieces, masters)
+        self._adopt(with_lack_told(self._transport, self._local, loadable))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.buffers import Copies, Staging, flat_range, is_dense
-from onecopy.pieces import grad_dtype, updated_in
+from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport
 
@@ -62,8 +62,7 @@ class Lane:
         ranges = tuple(plan.range_of(bucket, owner) for owner in range(plan.world_size))
         start, stop = ranges[transport.rank]
         sent_in = reduce_dtype if param.is_floating_point() else None  # complex stay so
-        summed_in = updated_in(param.dtype, master_dtype)
-        summed_in = grad_dtype(param) if summed_in == param.dtype else summed_in
+        summed_in = gradient_held_in(param, master_dtype)
         return cls(
             bucket,
             plan.buckets[bucket].numel,

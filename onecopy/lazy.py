@@ -84,10 +84,10 @@ class LazyWaits:
         return _NoWaits, ()
 
     def remove(self) -> None:
-        self._gatherer.wait()
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._gatherer.wait()
 
 
 class _NoWaits(LazyWaits):

@@ -291,17 +291,18 @@ class LocalOptimizer:
     def _bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
         """The pieces in these buckets have gradients; the user's own come back afterwards."""
         bound: list[tuple[OwnedPiece, torch.Tensor | None]] = []
-        for bucket in buckets:
-            given = gradients(bucket)
-            if given is None:
-                for owned in self._held.lent.get(bucket, ()):
-                    bound.append((owned, owned.tensor.grad))
-                    owned.tensor.grad = owned.part_of(owned.param.grad)
-            else:
-                for owned, grad in zip(self._held.in_bucket.get(bucket, ()), given, strict=True):
-                    bound.append((owned, owned.tensor.grad))
-                    owned.tensor.grad = owned.fitting(grad)
         try:
+            for bucket in buckets:
+                given = gradients(bucket)
+                if given is None:
+                    for owned in self._held.lent.get(bucket, ()):
+                        bound.append((owned, owned.tensor.grad))
+                        owned.tensor.grad = owned.part_of(owned.param.grad)
+                else:
+                    pieces = self._held.in_bucket.get(bucket, ())
+                    for owned, grad in zip(pieces, given, strict=True):
+                        bound.append((owned, owned.tensor.grad))
+                        owned.tensor.grad = owned.fitting(grad)
             yield
         finally:
             for owned, grad in bound:
@@ -339,14 +340,6 @@ class LocalOptimizer:
         if owned.has_master and (state or owned.is_ahead):
             return {**(state or {}), MASTER: owned.tensor.detach()}
         return state
-
-    @torch.no_grad()
-    def take_masters(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Master copies that were loaded, by our tensors; others are made anew."""
-        for owned in self._held.masters:
-            found = saved.get(owned.tensor)
-            owned.tensor.copy_(owned.values() if found is None else found)
-        self.masters.forget()
 
     # ------------------------------------------------------------------ copying
 

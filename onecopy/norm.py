@@ -7,7 +7,7 @@ every piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -19,11 +19,11 @@ def total_norm(
     transport: Transport,
     pieces: Sequence[Piece],
     gradients: Sequence[torch.Tensor | None],
-    present: set[int],
+    present: Collection[int],
     norm_type: float,
 ) -> torch.Tensor:
     """What ``torch.nn.utils.get_total_norm`` gives for the gradients of the parameters
-    ``present``, of whose pieces this rank has some. The same on all ranks.
+    ``present``, of whose pieces this rank has some, as float64. The same on all ranks.
 
     As torch does, it is the norm of the norms of the parameters: that matters for the norm of type
     zero only.
@@ -38,12 +38,14 @@ def total_norm(
     places = torch.tensor([number for number, _ in mine], dtype=torch.int64, device=device)
     values = torch.zeros(len(mine), dtype=torch.float64, device=device)
     if mine:
-        found = torch._foreach_norm([grad for _, grad in mine], norm_type)
+        # Why abs: of complex numbers torch takes some norms with a warning.
+        sizes = [grad.abs() if grad.is_complex() else grad for _, grad in mine]
+        found = torch._foreach_norm(sizes, norm_type)
         torch._foreach_copy_(list(values.unbind()), list(found))
     combine = _extremes if math.isinf(norm_type) else _sums_of_powers
     norms = combine(transport, places, values, len(place), norm_type)
     total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if place else norms.sum()
-    return total.float()
+    return total
 
 
 def _sums_of_powers(

@@ -38,10 +38,10 @@ class Notes:
                 self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
 
     def report(self) -> str:
-        """One text for all ranks: who is missing, and where everybody was."""
-        try:
-            seen = self._read()
-        except RuntimeError:  # the store went down with the rank that hosts it
+        """Who is missing, and where everybody was, the same on all ranks; without a store, where
+        this rank was."""
+        seen = self._read()
+        if seen is None:
             return f"a collective failed on rank {self.rank}: {self.last}"
         furthest = max(note.number for note in seen)
         missing = [rank for rank, note in enumerate(seen) if note.number < furthest]
@@ -59,10 +59,14 @@ class Notes:
         )
         return f"a collective failed: {who}. Last seen:{views}"
 
-    def _read(self) -> list[_Note]:
+    def _read(self) -> list[_Note] | None:
+        """The notes of all ranks, if there is a store to read them from."""
         if self.store is None:
-            return [_NEVER_SEEN] * self.world_size
-        return [self._read_one(self._key(rank)) for rank in range(self.world_size)]
+            return None
+        try:
+            return [self._read_one(self._key(rank)) for rank in range(self.world_size)]
+        except RuntimeError:  # it went down with the rank that hosts it
+            return None
 
     def _read_one(self, key: str) -> _Note:
         if not self.store.check([key]):

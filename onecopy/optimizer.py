@@ -28,10 +28,10 @@ from onecopy.join import Party, Turn, follow_lender, lend_gradients
 from onecopy.joining import Joins
 from onecopy.keeping import KeepsState
 from onecopy.local import GradientsOf, LocalOptimizer, of_the_parameters
-from onecopy.plan import make_plan
 from onecopy.policies import Policies
 from onecopy.replicas import require_equal_replicas
 from onecopy.reporting import Reports
+from onecopy.roster import plan_to_extend
 from onecopy.shards import Shards
 from onecopy.tally import in_one_line
 from onecopy.tracing import Order, Tracing
@@ -67,7 +67,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         overlap_with_ddp: step inside backward, from a DDP communication hook made by
             ``onecopy.hook_with_zero_step``. ``step()`` then does nothing.
         partition: ``"auto"`` (by what the class needs), ``"elementwise"`` or ``"whole"``.
-        bucket_mb: how much is gathered at once, in MiB.
+        bucket_mb: how much is gathered at once, in MiB; by default 25, and less for small models.
         master_dtype: keep a copy in this dtype, float32 as a rule, of every parameter of a narrower
             one, and update that. The copies are sharded, and part of the state; parameters are
             gathered in their own dtype.
@@ -84,7 +84,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         overlap_with_ddp: bool = False,
         *,
         partition: str = "auto",
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         master_dtype: torch.dtype | None = None,
         check_every: int | None = None,
         **defaults: Any,
@@ -121,7 +121,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             local = LocalOptimizer(optimizer_class, defaults, master_dtype)
-            plan = make_plan([], self.world_size, bucket_mb)
+            plan = plan_to_extend(self.param_groups, self.world_size, bucket_mb)
             self._shards = Shards(self._transport, local, plan, parameters_as_bucket_view)
             policies = [self._policies.of(group, defaults) for group in self.param_groups]
             self._shards.admit(self.param_groups, policies)
@@ -220,7 +220,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         if unfrozen or not self._shards.is_confirmed:
             self._take_in(unfrozen)
         self._shards.follow_memory()
-        self._local.masters.follow_params()
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
@@ -269,6 +268,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self._transport.note(f"in step {self._steps}")
         self.wait()
         self._follow_changes(party)
+        self._local.masters.follow_params()
         if self._check_steps:
             require_agreement(self._transport, "checking a step", self._description())
         gradients = self._gradients(party)
@@ -355,6 +355,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     ) -> None:
         self.wait()
         self._follow_changes()
+        self._local.masters.follow_params()
         self._full_state.forget(f"{name}() was called after the last consolidation")
         self._local.options_in(self.param_groups)
         for optimizer in optimizers:

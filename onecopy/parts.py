@@ -60,11 +60,20 @@ class Parts(Optimizer, Joinable):
             raise RuntimeError(f"{method}() is for attached mode: call attach(module) first")
         return self._attachment
 
+    def _drop_gradients(self) -> None:
+        """Those of which this rank holds a part; others are the user's."""
+        if self._attachment is not None:
+            self._attachment.drop()
+
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
         return self._policies.with_options(self._roster.policies, self.param_groups, options)
 
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Until the parameters that the last step updated are here."""
         raise NotImplementedError
 
     def _announce(self, turn: Turn) -> Party | None:

@@ -9,7 +9,7 @@ parameter (``module.load_state_dict``, ``clamp_``) counts, and its master follow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,12 @@ def updated_in(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dt
     return master_dtype if dtype.itemsize < master_dtype.itemsize else dtype
 
 
+def gradient_held_in(param: torch.Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter's gradient is summed over the ranks, and kept for a step."""
+    dtype = updated_in(param.dtype, master_dtype)
+    return grad_dtype(param) if dtype == param.dtype else dtype
+
+
 @dataclass(slots=True, eq=False)
 class OwnedPiece:
     """A piece of this rank, and the tensor by which the inner optimizer knows it."""
@@ -45,6 +51,10 @@ class OwnedPiece:
     param: torch.Tensor  # the user's
     tensor: torch.Tensor  # `param` itself, a 1-D view of it, or a master copy
     is_cut: bool  # the tensor is 1-D; else it has the parameter's shape
+    # Of a master copy: the version of the parameter that it last followed ...
+    followed: int | None = None
+    # ... and whether it was loaded since a step, maybe before the parameter itself is loaded.
+    is_loaded: bool = False
 
     @classmethod
     def of(
@@ -102,13 +112,29 @@ class OwnedPiece:
             self.tensor.detach(), self.values().to(self.tensor.dtype)
         )
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody may have written into the parameter since its master followed it."""
+        return self.followed != self.param._version
+
     @torch.no_grad()
     def follow_param(self) -> None:
         """Take over what was written into the parameter; elsewhere the master keeps its digits."""
         values = self.values()
         changed = self.tensor.to(values.dtype) != values
-        if bool(changed.any()):
-            self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
+        # Whether there are any is not asked: the answer would have to come from the device.
+        self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
+        self.agrees()
+
+    def agrees(self) -> None:
+        """The parameter is what the master says."""
+        self.followed, self.is_loaded = self.param._version, False
+
+    @torch.no_grad()
+    def load_master(self, saved: torch.Tensor | None) -> None:
+        """Take a copy that was loaded; None: make it anew from the parameter."""
+        self.tensor.copy_(self.values() if saved is None else saved)
+        self.followed, self.is_loaded = self.param._version, True
 
     def copied_to(self, param: torch.Tensor) -> OwnedPiece:
         """The same of a copy of the parameter: a copied view would alias nothing."""
@@ -116,6 +142,8 @@ class OwnedPiece:
         new = OwnedPiece.of(self.piece, param, self.is_cut, master_dtype)
         if self.has_master:
             new.tensor.data.copy_(self.tensor.data)
+            new.followed = None if self.is_behind else param._version
+            new.is_loaded = self.is_loaded
         return new
 
 
@@ -145,11 +173,10 @@ class Holdings:
 
 
 class Masters:
-    """The master copies of a rank, and whether the parameters have been written to since."""
+    """The master copies of a rank."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._pieces = holdings.masters
-        self._versions: list[int] | None = None  # of the parameters, when they were last equal
         self._copies: dict[int, Copies] = {}
         for owned in self._pieces:
             copies = self._copies.setdefault(owned.piece.bucket, Copies())
@@ -162,23 +189,32 @@ class Masters:
 
     def remember(self) -> None:
         """The parameters are what the masters say."""
-        self._versions = self._present()
+        for owned in self._pieces:
+            owned.agrees()
 
     def forget(self) -> None:
-        """The masters are others: look at the parameters before the next step."""
-        self._versions = None
+        """The parameters have other memory, with whatever in it."""
+        for owned in self._pieces:
+            owned.followed = None
+
+    def load(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Master copies that were loaded, by our tensors; others are made anew."""
+        for owned in self._pieces:
+            owned.load_master(saved.get(owned.tensor))
+
+    def follow_writes(self) -> None:
+        """Take over what somebody else has written into the parameters, before masters are saved.
+        What was loaded stays, until the parameter is written to: that may be loaded next."""
+        for owned in self._pieces:
+            if owned.is_behind:
+                owned.follow_param()
 
     def follow_params(self) -> None:
-        """Take over what somebody else has written into the parameters."""
-        versions = self._present()
-        if versions != self._versions:
-            for owned in self._pieces:
+        """Before parameters are updated: they are the truth, also for what was loaded."""
+        for owned in self._pieces:
+            if owned.is_loaded or owned.is_behind:
                 owned.follow_param()
-            self._versions = versions
 
     def tell_autograd(self) -> None:
         """That ``write_back`` has changed the parameters, without passing through autograd."""
         torch.autograd.graph.increment_version([owned.param for owned in self._pieces])
-
-    def _present(self) -> list[int]:
-        return [owned.param._version for owned in self._pieces]

@@ -44,6 +44,16 @@ class _Flight:
     pending: Pending
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What the ranks say at the end of a backward: which parameters had a gradient, and which
+    buckets need a second round."""
+
+    marks: torch.Tensor  # one for each parameter, then one for each bucket
+    params: int  # how many there were: more may have come since
+    pending: Pending
+
+
 @dataclass(slots=True)
 class _Phase:
     """One backward: what has arrived, and how far the buckets have come."""
@@ -77,7 +87,7 @@ class Reducer:
         self._views: list[list[tuple[int, torch.Tensor]]] = []
         self._phase: _Phase | None = None
         self._flights: deque[_Flight] = deque()
-        self._verdict: tuple[torch.Tensor, Pending] | None = None
+        self._verdict: _Verdict | None = None
         self._late: dict[int, torch.Tensor] = {}
         self._outgoing, self._incoming = Staging(IN_FLIGHT), Staging(IN_FLIGHT)
         self._present: set[int] = set()
@@ -146,8 +156,6 @@ class Reducer:
     def begin(self) -> None:
         """A backward has begun, on all ranks."""
         self.judge()
-        if self._transport.world_size == 1:  # the only case in which a module may be converted
-            self.prepare(self._plan, self._params)
         trainable = list(map(attrgetter("requires_grad"), self._params))
         frozen = {index for index in self._lanes_of if not trainable[index]}
         self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
@@ -185,15 +193,14 @@ class Reducer:
             self._late = self._leftovers()
             present |= self._late.keys()
         self._phase = None
+        count = len(self._params)
         marks = torch.zeros(
-            len(self._params) + len(self._lanes),
-            dtype=torch.uint8,
-            device=self._transport.control_device,
+            count + len(self._lanes), dtype=torch.uint8, device=self._transport.control_device
         )
-        late = {n + len(self._params) for index in self._late for n in self._lanes_of[index]}
+        late = {count + number for index in self._late for number in self._lanes_of[index]}
         if present or late:
             marks[torch.tensor(sorted({*present, *late}), device=marks.device)] = 1
-        self._verdict = marks, self._transport.maximum(marks)
+        self._verdict = _Verdict(marks, count, self._transport.maximum(marks))
 
     def _leftovers(self) -> dict[int, torch.Tensor]:
         """Gradients that came when their bucket had left."""
@@ -286,12 +293,11 @@ class Reducer:
         may be a second round: to be called on all ranks."""
         if self._verdict is None:
             return
-        (marks, pending), self._verdict = self._verdict, None
-        pending.wait()
-        said = torch.nonzero(marks.cpu()).flatten().tolist()
-        count = len(self._params)
-        self._present |= {index for index in said if index < count}
-        again = [index - count for index in said if index >= count]
+        verdict, self._verdict = self._verdict, None
+        verdict.pending.wait()
+        said = torch.nonzero(verdict.marks.cpu()).flatten().tolist()
+        self._present |= {index for index in said if index < verdict.params}
+        again = [index - verdict.params for index in said if index >= verdict.params]
         late, self._late = self._late, {}
         for number in again:
             self._launch(self._lanes[number], late)
@@ -299,8 +305,7 @@ class Reducer:
             self._land()
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients of this rank's pieces, in the order of the plan."""
-        self.settle()
+        """The gradients of this rank's pieces, in the order of the plan, after ``settle``."""
         return [grad for lane in self._lanes for grad in self.gradients_in(lane.bucket)]
 
     @torch.no_grad()
@@ -311,9 +316,9 @@ class Reducer:
         present = self._present
         return [view if index in present else None for index, view in self._views[bucket]]
 
-    def present(self) -> set[int]:
-        """The parameters that have a gradient."""
-        self.settle()
+    @property
+    def present(self) -> Collection[int]:
+        """The parameters that have a gradient, after ``settle``. The same on all ranks."""
         return self._present
 
     @property
@@ -327,13 +332,17 @@ class Reducer:
         while self._flights:
             self._flights.popleft().pending.wait()
         if self._verdict is not None:
-            self._verdict[1].wait()
+            self._verdict.pending.wait()
         self._phase, self._verdict, self._late = None, None, {}
         self.clear()
 
+    @torch.no_grad()
     def clear(self) -> None:
         """The gradients are used up."""
         assert self._verdict is None
+        # A step waits for what it uses only: buckets in which this rank owns nothing are left.
+        while self._flights:
+            self._land()
         self._present = set()
         for lane in self._lanes:
             lane.holds = False

@@ -8,8 +8,8 @@ collective. Then every inner optimizer loads a dict that was cut for it with its
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from onecopy.buffers import flat_range, in_layout_of
 from onecopy.inner import Inner
 from onecopy.intake import options_of
 from onecopy.local import LocalOptimizer
-from onecopy.pieces import MASTER, OwnedPiece
+from onecopy.pieces import MASTER, OwnedPiece, updated_in
 from onecopy.state import Numbering
+from onecopy.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Loadable:
     # State that is cut already, and ours to keep, by the tensors of the inner optimizers.
     pieces: Mapping[torch.Tensor, Mapping[str, Any]] = field(default_factory=dict)
     masters: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # likewise
+    lacks_masters: bool = False  # with some of the state that is cut, on any rank
 
 
 def checked(
@@ -78,12 +80,12 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
             f"the state of parameter {number} must be a dict, got {type(state).__name__}"
         )
     for key, value in state.items():
-        odd = isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape
-        if odd and (cuttable or key == MASTER):
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        if shape != tuple(param.shape) and (key == MASTER or (shape and cuttable)):
+            found = f"is a {type(value).__name__}" if shape is None else f"has shape {shape}"
             raise ValueError(
-                f"the state {key!r} of parameter {number} has shape {tuple(value.shape)}, the "
-                f"parameter {tuple(param.shape)}: is the state dict of another model or "
-                "optimizer class?"
+                f"the state {key!r} of parameter {number} {found}, the parameter has shape "
+                f"{tuple(param.shape)}: is the state dict of another model or optimizer class?"
             )
 
 
@@ -115,26 +117,47 @@ def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[s
 
 
 class MasterReport(NamedTuple):
-    """Whether there are master copies on one side only, among this rank's pieces."""
+    """Whether there are master copies on one side only, of the parameters of any rank."""
 
     are_lacking: bool  # here, and not in what was loaded
     are_unused: bool  # in what was loaded, and not here
 
 
-def load_masters(local: LocalOptimizer, loadable: Loadable) -> MasterReport:
+def compare_masters(
+    loadable: Loadable, planned: Iterable[torch.Tensor], master_dtype: torch.dtype | None
+) -> MasterReport:
+    """The same on all ranks; of the parameters, those ``planned`` may have master copies."""
+    lacking, unused = loadable.lacks_masters, False
+    for param in planned:
+        state = loadable.states.get(param, {})
+        if updated_in(param.dtype, master_dtype) == param.dtype:
+            unused |= MASTER in state
+        else:
+            lacking |= bool(state) and MASTER not in state
+    return MasterReport(lacking, unused)
+
+
+def with_lack_told(transport: Transport, local: LocalOptimizer, loadable: Loadable) -> Loadable:
+    """With the knowledge of all ranks of which master copies there are. Collective."""
+    lacks = any(
+        owned.has_master
+        and loadable.pieces.get(owned.tensor)
+        and owned.tensor not in loadable.masters
+        for owned in local.pieces
+    )
+    told = torch.tensor([int(lacks)], device=transport.control_device)
+    transport.maximum(told).wait()
+    return replace(loadable, lacks_masters=bool(told))
+
+
+def load_masters(local: LocalOptimizer, loadable: Loadable) -> None:
     """Give the master copies what was saved of them; others are made anew."""
-    found, lacking, unused = dict(loadable.masters), False, False
+    found = dict(loadable.masters)
     for owned in local.pieces:
         state = loadable.states.get(owned.param, {})
-        saved = state.get(MASTER)
-        if not owned.has_master:
-            unused |= saved is not None
-        elif isinstance(saved, torch.Tensor):
-            found[owned.tensor] = _part_of(owned, saved)
-        elif owned.tensor not in found and (state or loadable.pieces.get(owned.tensor)):
-            lacking = True
-    local.take_masters(found)
-    return MasterReport(lacking, unused)
+        if owned.has_master and MASTER in state:
+            found[owned.tensor] = _part_of(owned, state[MASTER])
+    local.masters.load(found)
 
 
 def _part_of(owned: OwnedPiece, value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from onecopy.intake import (
     spec_of,
 )
 from onecopy.kinds import Kind
-from onecopy.plan import ParamSpec, Plan
+from onecopy.plan import ParamSpec, Plan, make_plan, suitable_bucket_mb
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,3 +157,13 @@ class Roster:
             word, planned = words[entry.param.device], index in plan.params
             lines.append(describe_param(entry.name, entry.param, word, planned, with_storage))
         return [*lines, f"plan {plan.digest}"]
+
+
+def plan_to_extend(
+    groups: Iterable[Mapping[str, Any]], world_size: int, bucket_mb: float | None
+) -> Plan:
+    """An empty plan, with buckets that suit the parameters of these groups if no size is given."""
+    if bucket_mb is None:
+        params = [param for group in groups for param in group["params"]]
+        bucket_mb = suitable_bucket_mb(sum(p.numel() * p.element_size() for p in params))
+    return make_plan([], world_size, bucket_mb)

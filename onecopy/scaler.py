@@ -36,7 +36,8 @@ class GradScaler(TorchGradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""
-        if not hasattr(optimizer, "_skip_step"):  # not ours
+        is_ours = hasattr(optimizer, "_skip_step")
+        if not is_ours or not self.is_enabled():  # switched off, it skips no steps
             return super().step(optimizer, *args, **kwargs)
         ours: Any = optimizer
         attachment, steps = ours._attachment, ours._steps

@@ -112,6 +112,8 @@ class Shards:
 
     def settle(self) -> None:
         """Prepare memory and transfers for the plan as it is now."""
+        if self._memory.has_moved():  # by others: what is in the new memory may be anything
+            self.local.masters.forget()
         if self._homes is not None:
             self._homes.adopt(self.plan, self.roster.params)
         self.local.rebind()

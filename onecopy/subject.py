@@ -28,9 +28,9 @@ from onecopy.intake import (
 )
 from onecopy.kinds import Kind
 from onecopy.pieces import updated_in
-from onecopy.plan import Plan, make_plan
+from onecopy.plan import Plan
 from onecopy.recipes import Recipe, maker_of, recipe_for_cut, state_of_whole
-from onecopy.roster import Roster
+from onecopy.roster import Roster, plan_to_extend
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ class Subject:
         )
         return cls(roster, tuple(makers), params, master_dtype)
 
-    def plan(self, world_size: int, bucket_mb: float = 25) -> Plan:
+    def plan(self, world_size: int, bucket_mb: float | None = None) -> Plan:
         """The plan that the optimizer would make for so many ranks."""
-        nothing = make_plan([], world_size, bucket_mb)
+        nothing = plan_to_extend([{"params": self.roster.params}], world_size, bucket_mb)
         return self.roster.extend(nothing, self.roster.to_plan(nothing))
 
     @cached_property

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from attached import EVERY_FEED
 from harness import World, distributed
-from models import Mlp, feed
+from models import Mlp, feed, noise
 from test_join import CLASSES, batch_of, build, compare, reference, sharded, uneven
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from onecopy import GradScaler
+from onecopy.agreement import RanksDisagree
+from onecopy.join import Party, Turn, find_party
 
 
 @distributed(2, 3)
@@ -119,6 +122,46 @@ def test_a_step_that_the_scaler_skips_is_skipped_by_ranks_that_have_joined(
             scaler.update()
             assert scaler.get_scale() == (2.0 if step >= bad else 4.0)
     compare(world, model, expected, exact=False)
+
+
+class OneLayer(nn.Linear):
+    """A single tensor, which one rank owns."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().sum()
+
+    def batch(self, seed: Iterable[int]) -> torch.Tensor:
+        return noise(2, 4, seed=seed)
+
+
+@distributed(2, 3, timeout=20, pg_timeout=5)
+def test_zero_grad_after_a_step_is_nothing_to_tell_for_ranks_that_own_nothing(world: World) -> None:
+    inputs = uneven(world)
+    model, expected = build(OneLayer), build(OneLayer)
+    reference(world, expected, lambda p: SGD(p, lr=0.01), inputs)
+    opt = sharded(model.parameters(), SGD, lr=0.01, partition="whole")
+    train(world, model, opt, "module", inputs)
+    compare(world, model, expected, exact=False)
+
+
+@distributed(2, 3, timeout=20, pg_timeout=5)
+@pytest.mark.parametrize("first_to_join", [None, 0], ids=["nobody has joined", "one has joined"])
+def test_ranks_that_do_different_things_are_all_told(
+    world: World, first_to_join: int | None
+) -> None:
+    """By the lowest of them that goes on, the last rank differs; with two ranks, it is alone."""
+    opt = sharded(build(OneLayer).parameters(), SGD, lr=0.01)
+    turn = Turn.STEP if world.rank < world.size - 1 else Turn.SKIP
+    if world.rank == first_to_join:
+        turn = Turn.JOINED
+    if first_to_join is not None and world.size == 2:
+        assert find_party(opt._transport, turn) == Party(Turn.SKIP, 1, (0,))
+        return
+    with pytest.raises(RanksDisagree, match=rf"STEP\n  rank {world.size - 1}: SKIP"):
+        find_party(opt._transport, turn)
 
 
 def train(

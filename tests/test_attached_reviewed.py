@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def test_a_rank_that_owns_nothing_takes_part_in_a_second_round(world: World) -> 
         plain.step()
         plain.zero_grad()
     torch.testing.assert_close(model.layer.weight, plain_model.layer.weight)
+
+
+@distributed(1, 2, 3, timeout=20, pg_timeout=5)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_group_that_is_added_before_a_second_round(world: World, is_trained: bool) -> None:
+    model, plain_model = UsedTwice(), UsedTwice()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.01)
+    model.register_parameter("more", nn.Parameter(torch.ones(3), requires_grad=False))
+    optimizer.attach(model)
+    x = noise(2, 4, seed=(world.rank + 1, 1)).requires_grad_()
+    model(x).backward()
+    model.more.requires_grad_(is_trained)
+    optimizer.add_param_group({"params": [model.more]})
+    plain_model(x).backward()
+    dist.all_reduce(plain_model.layer.weight.grad)
+    found = optimizer.full_grad(model.layer.weight)
+    torch.testing.assert_close(found, plain_model.layer.weight.grad / world.size)
+    assert optimizer.full_grad(model.more) is None
 
 
 class OneOfTwo(nn.Module):
@@ -192,6 +211,78 @@ def test_a_class_that_gives_parameters_other_memory(world: World, master_dtype: 
     optimizer.assert_replicas_equal()
     for param, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(param.float(), (old.float() - 1.0), rtol=0.01, atol=0.01)
+
+
+class Lost(RuntimeError):
+    """What a failed collective raises."""
+
+
+def lost(*_: Any) -> Any:
+    raise Lost
+
+
+@distributed(2, 3)
+def test_a_step_that_cannot_get_its_gradients_leaves_none_behind(world: World) -> None:
+    """A class of another package has the gradients of all buckets at once."""
+    model = Mlp()
+    optimizer = sharded(model.parameters(), Replacing)
+    optimizer.attach(model)
+    model(model.batch((world.rank + 1, 1))).backward()
+    reducer = optimizer._attachment.reducer
+    found, last = reducer.gradients_in, len(optimizer._plan.buckets) - 1
+    assert last > 0
+    failing = mock.patch.object(
+        reducer, "gradients_in", lambda bucket: lost() if bucket == last else found(bucket)
+    )
+    with failing, pytest.raises(Lost):
+        optimizer.step()
+    assert all(owned.tensor.grad is None for owned in optimizer._local.pieces)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("where", ["reducer", "gatherer"])
+def test_detach_undoes_all_after_a_collective_has_failed(world: World, where: str) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    optimizer.attach(model, lazy_gather=True)
+    shards = optimizer._shards
+    target, method = (
+        (optimizer._attachment.reducer, "drop") if where == "reducer" else (shards.gatherer, "wait")
+    )
+    with mock.patch.object(target, method, lost), pytest.raises(Lost):
+        optimizer.detach()
+    assert "zero_grad" not in model.__dict__
+    assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
+    assert shards.follower is None
+    assert not shards.gathers_lazily
+    model(model.batch((world.rank + 1, 1))).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    with pytest.raises(RuntimeError, match="is not attached"):
+        optimizer.detach()
+    optimizer.attach(model)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise Lost
+
+
+@distributed(1, 2)
+def test_the_gradients_of_a_backward_that_raised_are_not_shown(world: World) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].register_forward_hook(lambda _, __, output: Fails.apply(output))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    with pytest.raises(Lost):
+        model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="has not come to its end"):
+        optimizer.full_grad(model[1].weight)
 
 
 @distributed(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -188,6 +189,7 @@ def test_an_infinity_in_one_ranks_share_stops_all(world: World, feed: str) -> No
     if world.rank == 0:
         twins.model.second.bias.register_hook(with_infinity)
     scaler.scale(twins.ddp(twins.batch())).backward()
+    twins.optimizer._attachment.reducer.settle()
     seen = [
         grad is not None and not torch.isfinite(grad).all()
         for grad in twins.optimizer._attachment.reducer.gradients()
@@ -240,3 +242,94 @@ def test_ours_serves_other_optimizers_too(world: World) -> None:
         scaler.update()
         torch.testing.assert_close(model.weight, before - 0.1)
         optimizer.zero_grad()
+
+
+class ComplexNet(nn.Module):
+    """Kept whole, the complex tensor is on one rank only; of one element, torch's norm of type zero
+    warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.waves = nn.Parameter(torch.randn(1, dtype=torch.complex64))
+        self.real = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.waves * x).abs().square().sum() + (self.real * x).sum()
+
+
+@distributed(1, 2, 3, timeout=20, pg_timeout=5)
+def test_complex_gradients_are_unscaled_and_clipped(world: World) -> None:
+    model, plain_model = ComplexNet(), ComplexNet()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, partition="whole")
+    optimizer.attach(model)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.full((5,), 1.0 + world.rank))).backward()
+    scaler.unscale_(optimizer)
+    for rank in range(world.size):
+        (plain_model(torch.full((5,), 1.0 + rank)) / world.size).backward()
+    torch.set_warn_always(True)
+    for norm_type in (2.0, 0.0, math.inf):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = optimizer.clip_grad_norm_(1.0, norm_type)
+            warnings.simplefilter("ignore")  # torch's own
+            expected = clip_grad_norm_(plain_model.parameters(), 1.0, norm_type)
+        torch.testing.assert_close(found, expected)
+    torch.set_warn_always(False)
+    for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_grad(mine), theirs.grad)
+    before = model.waves.detach().clone()
+    scaler.step(optimizer)
+    torch.testing.assert_close(model.waves.detach(), before - 0.1 * plain_model.waves.grad)
+
+
+@distributed(1, 2, 3)
+@EVERY_FEED
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_the_norm_of_wide_gradients_has_all_their_digits(
+    world: World, feed: str, norm_type: float
+) -> None:
+    torch.manual_seed(0)
+    twins = AttachedTwins(world, Mlp().double(), SGD, feed, lr=0.1)
+    batch = twins.batch().double()
+    for ddp in (twins.plain_ddp, twins.ddp):
+        ddp(batch).backward()
+    expected = clip_grad_norm_(twins.plain_model.parameters(), 1e-3, norm_type)
+    torch.testing.assert_close(twins.optimizer.grad_norm(norm_type), expected, rtol=1e-14, atol=0)
+    found = twins.optimizer.clip_grad_norm_(1e-3, norm_type)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    twins.assert_same_gradients(rtol=1e-13, atol=1e-18)
+
+
+@distributed(1, 2)
+def test_wide_gradients_of_float16_parameters_are_unscaled_and_shown_as_they_are(
+    world: World,
+) -> None:
+    model = nn.Linear(8, 2, bias=False, dtype=torch.float16)
+    if not hasattr(model.weight, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    model.weight.grad_dtype = torch.float32
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    fine = 2.0**-12 * world.rank  # beside 1, float16 has no digits for it
+    model.weight.register_hook(lambda grad: torch.full_like(grad, 4.0 * (1 + fine)))
+    scaler.scale(model(torch.ones(1, 8, dtype=torch.float16)).sum()).backward()
+    scaler.unscale_(optimizer)
+    found = optimizer.full_grad(model.weight)
+    assert found is not None
+    assert found.dtype == torch.float32
+    average = 1 + 2.0**-12 * (world.size - 1) / 2
+    assert torch.equal(found, torch.full((2, 8), average))
+
+
+@distributed(1, 2)
+def test_full_gradients_for_master_copies_are_not_rounded(world: World) -> None:
+    model = nn.Linear(8, 2, bias=False, dtype=torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, master_dtype=torch.float32)
+    optimizer.attach(model)
+    model(torch.full((1, 8), 1 + 2.0**-7 * world.rank, dtype=torch.bfloat16)).sum().backward()
+    found = optimizer.full_grad(model.weight)
+    assert found is not None
+    assert torch.equal(found, torch.full((2, 8), 1 + 2.0**-7 * (world.size - 1) / 2))

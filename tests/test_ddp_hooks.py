@@ -25,6 +25,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from onecopy import (
+    GradScaler,
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
@@ -183,6 +184,25 @@ def test_uneven_inputs(world: World, hook: str) -> None:
         for step in range(inputs[world.rank]):
             opt.zero_grad()
             ddp(batch_of(model, world.rank, step)).backward()
+    compare(world, model, expected, exact=False)
+
+
+@distributed(2, 3, timeout=20, pg_timeout=5)
+def test_a_scaler_that_is_switched_off_announces_nothing(world: World) -> None:
+    """``step()`` does nothing, and that is no step that was skipped."""
+    inputs = uneven(world)
+    model, expected = build(Mlp), build(Mlp)
+    reference(world, expected, lambda params: SGD(params, lr=0.1), inputs)
+    ddp = DistributedDataParallel(model)
+    opt = ZeroRedundancyOptimizer(model.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, opt))
+    scaler = GradScaler("cpu", enabled=False)
+    with Join([ddp, opt]):
+        for step in range(inputs[world.rank]):
+            opt.zero_grad()
+            scaler.scale(ddp(batch_of(model, world.rank, step))).backward()
+            scaler.step(opt)
+            scaler.update()
     compare(world, model, expected, exact=False)
 
 

@@ -118,6 +118,10 @@ def waits(model: Any, what: str, optimizer: ZeroRedundancyOptimizer) -> None:
             part.state_dict()
     elif what == "assert_replicas_equal":
         optimizer.assert_replicas_equal()
+    elif what == "consolidate_state_dict":
+        optimizer.consolidate_state_dict()
+    elif what == "sharded":
+        optimizer.sharded().state_dict()
     elif what == "detach":
         optimizer.detach()
     else:
@@ -127,7 +131,10 @@ def waits(model: Any, what: str, optimizer: ZeroRedundancyOptimizer) -> None:
 @distributed(2)
 @pytest.mark.parametrize(
     "what",
-    ["forward", "eval", "state_dict", "part's state_dict", "assert_replicas_equal", "detach", ""],
+    [
+        *("forward", "eval", "state_dict", "part's state_dict"),
+        *("assert_replicas_equal", "consolidate_state_dict", "sharded", "detach", ""),
+    ],
 )
 def test_who_looks_waits(world: World, what: str) -> None:
     torch.manual_seed(0)

@@ -74,7 +74,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--lazy-gather", action="store_true", help="attach(..., lazy_gather=True)")
     add("--reduce-dtype", type=dtype_of, help="attach(..., reduce_dtype=...)")
     add("--bucket-view", action="store_true", help="parameters_as_bucket_view=True")
-    add("--bucket-mb", type=float, default=25, metavar="MB", help="size of a bucket (default: 25)")
+    add("--bucket-mb", type=float, metavar="MB", help="size of a bucket (default: 25 or less)")
     add("--partition", choices=PARTITIONS, default="auto", help="(default: auto)")
     add("--backend", choices=BACKENDS, default="nccl", help="(default: nccl)")
 
@@ -108,7 +108,7 @@ def check_training(arguments: argparse.Namespace) -> None:
     for name in ("under_ddp", "lazy_gather", "reduce_dtype"):
         if getattr(arguments, name) and not arguments.attached:
             raise BadArgument(f"--{name.replace('_', '-')} needs --attached")
-    if not 0 < arguments.bucket_mb < math.inf:
+    if arguments.bucket_mb is not None and not 0 < arguments.bucket_mb < math.inf:
         raise BadArgument(f"--bucket-mb must be positive, got {arguments.bucket_mb:g}")
     if arguments.master not in (None, torch.float32, torch.float64):
         raise BadArgument("--master must be fp32 or fp64")
