@@ -9,11 +9,13 @@ import costs
 from costs import Cost
 from goals import Verdict, verdicts
 from plots import picture
-from results import Table
-from tables import MEANING, as_markdown
+from results import Row, Table
+from tables import MB, MEANING, as_markdown
 
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "benchmarks.md"
+README = _DOCS.parent / "README.md"
+_BEGIN, _END = "<!-- make bench writes this table -->\n", "<!-- end of the table -->\n"
 PICTURES = _DOCS / "benchmarks"
 JSON = PICTURES / "bench.json"
 
@@ -53,6 +55,30 @@ def write(
     sections += [_section(table) for table in tables]
     sections += ["## Other costs\n", *(_cost(cost) for cost in other)]
     PAGE.write_text("\n".join(sections))
+    before, rest = README.read_text().split(_BEGIN)
+    _, after = rest.split(_END)
+    README.write_text(f"{before}{_BEGIN}{summary(tables)}{_END}{after}")
+
+
+def summary(tables: Sequence[Table]) -> str:
+    """A column for each table, a line for each method, and its peak memory in the first table."""
+    shown = [table for table in tables if table.rows]
+    heads = [f"{table.workload}, {table.ranks} ranks, {table.wire}" for table in shown]
+    first = shown[0]
+    lines = [
+        "| " + " | ".join(["", *heads, f"MB ({heads[0]})"]) + " |",
+        "|---|" + "--:|" * (len(heads) + 1),
+    ]
+    for row in first.rows:
+        found = [table.row(row.method) for table in shown]
+        ratios = ["" if each is None else _ratio(each) for each in found]
+        peak = f"{row.peak / MB:.0f}" if row.error is None else ""
+        lines.append("| " + " | ".join([row.method, *ratios, peak]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(row: Row) -> str:
+    return "cannot" if row.of_ddp is None else f"{row.of_ddp.middle:.2f}"
 
 
 def _machine(description: Mapping[str, str], rounds: int) -> str:
