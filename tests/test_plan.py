@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import onecopy.plan
 from onecopy.kinds import Kind, update_cost
-from onecopy.plan import Bucket, ParamSpec, Piece, Plan, Stream, make_plan
+from onecopy.plan import Bucket, ParamSpec, Piece, Plan, Stream, make_plan, suitable_bucket_mb
 from onecopy.presets import PRESETS, numels
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -570,7 +570,7 @@ def test_whatever_differs_shows_in_the_digest(change: dict[str, object]) -> None
 
 
 DIGEST = """
-from onecopy.plan import Kind, ParamSpec, make_plan
+from onecopy.plan import Kind, ParamSpec, make_plan, suitable_bucket_mb
 
 plan = make_plan(
     [
@@ -770,3 +770,13 @@ def test_405_billion_parameters_on_16384_ranks_are_planned_in_little_memory() ->
     # O(parameters + buckets): a list of all pieces would be thousands of times as large.
     assert peak < 1000 * (len(plan.buckets) + len(sizes))
     assert peak < 100 * 2**20
+
+
+def test_a_bucket_is_a_sixteenth_of_a_small_model_and_no_more_than_25_mib_of_a_large_one() -> None:
+    assert [suitable_bucket_mb(mib * 2**20) for mib in (0, 1, 160, 400, 10**6)] == [
+        4,
+        4,
+        10,
+        25,
+        25,
+    ]
