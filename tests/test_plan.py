@@ -570,7 +570,7 @@ def test_whatever_differs_shows_in_the_digest(change: dict[str, object]) -> None
 
 
 DIGEST = """
-from onecopy.plan import Kind, ParamSpec, make_plan, suitable_bucket_mb
+from onecopy.plan import Kind, ParamSpec, make_plan
 
 plan = make_plan(
     [
