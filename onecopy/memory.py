@@ -41,6 +41,19 @@ class MemoryReport:
             "ddp_buckets": self.ddp_buckets,
         }
 
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, int]) -> MemoryReport:
+        """The inverse of ``as_dict``."""
+        state = {k.removeprefix("state/"): n for k, n in counts.items() if k.startswith("state/")}
+        return cls(
+            parameters=counts["parameters"],
+            gradients=counts["gradients"],
+            state=state,
+            master_copies=counts["master_copies"],
+            staging=counts["staging"],
+            ddp_buckets=counts["ddp_buckets"],
+        )
+
     def __str__(self) -> str:
         rows = [*self.as_dict().items(), ("total", self.total)]
         return "\n".join(f"{name:20}{count / _MB:12.3f} MB" for name, count in rows)

@@ -1,7 +1,11 @@
 """The phases of a traced run, read from a profiler's trace: what was under way, and who waited.
 
 Pure: it takes the events of a Chrome trace, as ``torch.profiler`` writes them, and knows our phases
-by the names that ``ledger.py`` gives them.
+by the names that ``ledger.py`` gives them::
+
+    launch |##|                        exposed
+    wait              |#####|          exposed
+    under way  |......|                hidden, at most
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from typing import Any
 
 _NAME = re.compile(r"onecopy::(wait for )?(reduce|step|gather) (\d+)")
 _STEP = re.compile(r"onecopy::optimizer step (\d+)")
+# A profiler shows a range again on the row of the stream that its kernels ran on.
+_REPEATED = "gpu_user_annotation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,16 @@ class Span:
     @property
     def length(self) -> float:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call of ``optimizer.step()``; ``began`` is when the one before it had returned."""
+
+    number: int
+    began: float
+    start: float
+    stop: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +69,49 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds."""
+
+    exposed: float
+    hidden: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """What one rank did."""
 
     spans: tuple[Span, ...]  # by their start
-    steps: tuple[tuple[int, float, float], ...]  # number, start and stop of ``optimizer.step()``
+    steps: tuple[Step, ...]  # by their number
+    start: float = 0.0  # of the trace
+    stop: float = 0.0
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
-        spans, steps = [], []
+        spans, steps = [], {}
+        first, last = float("inf"), float("-inf")
         for event in events:
-            if event.get("ph") != "X":
+            if event.get("ph") != "X" or event.get("cat") == _REPEATED:
                 continue
             name, start = str(event.get("name")), float(event["ts"])
             stop = start + float(event.get("dur", 0))
+            first, last = min(first, start), max(last, stop)
             if match := _NAME.fullmatch(name):
                 wait, phase, bucket = match.groups()
                 spans.append(Span(phase, int(bucket), start, stop, is_wait=wait is not None))
             elif match := _STEP.fullmatch(name):
-                steps.append((int(match[1]), start, stop))
-        return cls(tuple(sorted(spans, key=lambda s: s.start)), tuple(sorted(steps)))
+                steps[int(match[1])] = (start, stop)
+        if first > last:
+            first = last = 0.0
+        ordered = tuple(sorted(spans, key=lambda span: (span.start, span.stop)))
+        return cls(ordered, _steps(steps, first), first, last)
+
+    def of_steps(self) -> Timeline:
+        """Without what came after the last step: half a backward, or the waits that end a trace."""
+        if not self.steps:
+            return self
+        stop = self.steps[-1].stop
+        spans = tuple(span for span in self.spans if span.start < stop)
+        return Timeline(spans, self.steps, self.start, stop)
 
     def transfers(self) -> list[Transfer]:
         """Launches with the waits that follow them. What was launched before the trace began, or
@@ -87,6 +126,26 @@ class Timeline:
             elif key in launched:
                 found.append(Transfer(launched.pop(key), span))
         return found
+
+    def cost(self, phase: str, bucket: int | None = None) -> Cost:
+        """Of a phase ("reduce" or "gather") in the whole trace, of one bucket or of all. Launches
+        and waits are exposed also where the other half is outside of the trace."""
+
+        def is_meant(span: Span) -> bool:
+            return span.phase == phase and bucket in (None, span.bucket)
+
+        return Cost(
+            exposed=sum(span.length for span in self.spans if is_meant(span)),
+            hidden=sum(each.hidden for each in self.transfers() if is_meant(each.launch)),
+        )
+
+
+def _steps(found: Mapping[int, tuple[float, float]], began: float) -> tuple[Step, ...]:
+    steps = []
+    for number, (start, stop) in sorted(found.items()):
+        steps.append(Step(number, began, start, stop))
+        began = stop
+    return tuple(steps)
 
 
 def flights(transfers: Sequence[Transfer], pid: int) -> list[dict[str, Any]]:

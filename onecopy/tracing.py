@@ -12,6 +12,7 @@ transfers that are under way have rows of their own, so that one sees what they 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +32,12 @@ DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
 _DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
 METADATA = "onecopy"
 
-Facts = Callable[[], Mapping[str, Any]]  # what else to write into the trace, plain values
+
+class Run(NamedTuple):
+    """What a trace needs to know of the run."""
+
+    wait: Callable[[], None]  # until nothing is under way
+    facts: Callable[[], Mapping[str, Any]]  # what else to write into the trace, plain values
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +60,44 @@ class Order:
                 f"{STEPS}={steps}: expected the first and the last step to trace, counted from 1, "
                 f'as in "{_DEFAULT_STEPS}"'
             )
-        return cls(Path(directory), int(match[1]), int(match[2]))
+        return cls(Path(directory).absolute(), int(match[1]), int(match[2]))
+
+    def make_directory(self) -> None:
+        """Early: a run should not learn that it cannot write when it has something to write."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{DIRECTORY}={self.directory}: {error.strerror}") from error
 
     def file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.json"
 
 
+# What this process has begun to trace. The next optimizer must not write over it.
+_begun: set[Path] = set()
+
+
 class Tracing:
-    """Starts the profiler when the time has come, and writes the file in the end.
+    """Starts the profiler when the time has come, and writes the file in the end."""
 
-    One profiler can run in a process, so only the first optimizer that is built has one.
-    """
-
-    _is_taken = False
-
-    def __init__(self, order: Order, rank: int, facts: Facts) -> None:
-        self._order, self._rank, self._facts = order, rank, facts
+    def __init__(self, order: Order, rank: int, run: Run) -> None:
+        self._order, self._rank, self._run = order, rank, run
         self._profiler: torch.profiler.profile | None = None
         if order.first == 1:
             self._start()
 
     @classmethod
-    def of(cls, order: Order | None, rank: int, facts: Facts) -> Tracing | None:
+    def of(cls, order: Order | None, rank: int, run: Run) -> Tracing | None:
+        """None, if nothing is asked for, or if another optimizer of this process is traced to the
+        same file."""
         if order is None:
             return None
-        if cls._is_taken:
+        file = order.file(rank)
+        if file in _begun:
             logger.warning("%s: another optimizer of this process is traced already", DIRECTORY)
             return None
-        cls._is_taken = True
-        return cls(order, rank, facts)
+        _begun.add(file)
+        return cls(order, rank, run)
 
     def step_finished(self, number: int) -> None:
         if number == self._order.first - 1:
@@ -100,25 +115,36 @@ class Tracing:
         atexit.register(self.finish)  # if training ends before the last step that was asked for
 
     def finish(self) -> None:
-        """Write what there is; once."""
+        """Write what there is; once. Training goes on, whatever becomes of the file."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         atexit.unregister(self.finish)
-        profiler.add_metadata_json(METADATA, json.dumps({"rank": self._rank, **self._facts()}))
+        # Why: torch's record of a transfer ends with it, and one that ends after the profiler has
+        # stopped writes into memory that is gone.
+        with contextlib.suppress(RuntimeError):  # the process group may be gone, at exit
+            self._run.wait()
+        facts = {"rank": self._rank, **self._run.facts()}
+        profiler.add_metadata_json(METADATA, json.dumps(facts))
         profiler.stop()
         file = self._order.file(self._rank)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}.json")
+        try:
+            _write(profiler, file)
+        except (OSError, RuntimeError) as error:
+            logger.warning("the trace %s could not be written: %s", file, error)
+        else:
+            logger.info("trace of rank %d written to %s", self._rank, file)
+
+
+def _write(profiler: torch.profiler.profile, file: Path) -> None:
+    """The whole file or none, with rows for what is under way, which the profiler does not know."""
+    draft = file.with_name(f"{file.stem}.{os.getpid()}.draft.json")
+    try:
         profiler.export_chrome_trace(str(draft))
-        _add_flights(draft)
+        trace = json.loads(draft.read_text())
+        timeline = Timeline.of(trace["traceEvents"])
+        trace["traceEvents"] += flights(timeline.transfers(), os.getpid())
+        draft.write_text(json.dumps(trace))
         draft.replace(file)
-        logger.info("trace of rank %d written to %s", self._rank, file)
-
-
-def _add_flights(file: Path) -> None:
-    """Rows for what is under way, which the profiler does not know."""
-    trace = json.loads(file.read_text())
-    timeline = Timeline.of(trace["traceEvents"])
-    trace["traceEvents"] += flights(timeline.transfers(), os.getpid())
-    file.write_text(json.dumps(trace))
+    finally:
+        draft.unlink(missing_ok=True)

@@ -11,19 +11,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from onecopy.cli import estimate, plan
+from onecopy.cli import estimate, plan, report
 from onecopy.cli.arguments import Parser
 from onecopy.models import BadArgument, Failure
 from onecopy.version import __version__
 
-_COMMANDS = (estimate, plan)
+_COMMANDS = (estimate, plan, report)
 
 _DESCRIPTION = """\
-Sharded optimizer state for PyTorch: what it takes, and who owns what, before the run.
+Sharded optimizer state for PyTorch: what it takes, and who owns what, before the run; when it
+communicated and waited, after it.
 
 examples:
   onecopy estimate llama-3-8b --world 1 8 64 --dtype bf16 --master fp32
   onecopy plan gpt2 --world 8 --html plan.html
+  onecopy report traces --html report.html
 """
 
 

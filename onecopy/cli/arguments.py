@@ -165,3 +165,9 @@ def _quantity(text: str, units: dict[str, float], example: str) -> float:
     if unit is None or not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a quantity such as {example}, got {text!r}")
     return number * unit
+
+
+def more(rows: int, shown: int | None) -> str:
+    """What stands below a table of which the first rows are shown, or all (None)."""
+    hidden = rows - shown if shown is not None else 0
+    return f"\n... and {hidden:,} more: --all" if hidden > 0 else ""

@@ -12,6 +12,7 @@ from onecopy.cli.arguments import (
     add_training,
     check_training,
     estimate_of,
+    more,
     ranks,
     subject_of,
 )
@@ -79,7 +80,7 @@ def _ranks(estimate: Estimate, shown: int | None) -> str:
     found = rank_rows(estimate)
     for row in found[:shown]:
         rows.append([row.ranks, f"{row.elements:,}", f"{row.pieces:,}", in_bytes(row.total)])
-    return table(rows) + _more(found, shown)
+    return table(rows) + more(len(found), shown)
 
 
 def _parameters(estimate: Estimate, shown: int | None) -> str:
@@ -90,9 +91,4 @@ def _parameters(estimate: Estimate, shown: int | None) -> str:
         owners = ranks_in_words(row.owners, estimate.world_size)
         size, buckets = in_bytes(row.nbytes), str(row.buckets)
         rows.append([row.name, shape, row.dtype, row.kind.value, size, owners, buckets])
-    return table(rows, left=4) + _more(found, shown)
-
-
-def _more(rows: list[Any], shown: int | None) -> str:
-    hidden = len(rows) - shown if shown is not None else 0
-    return f"\n... and {hidden:,} more: --all" if hidden > 0 else ""
+    return table(rows, left=4) + more(len(found), shown)

@@ -87,7 +87,7 @@ def stacked_bars(label: str, bars: Sequence[Bar], ends: tuple[str, str], detail:
         )
     axis = "".join(f"<span>{escape(end)}</span>" for end in ends)
     rows.append(f'<div class="scale" aria-hidden="true">{axis}</div>')
-    return _figure("bars", label, "\n".join(rows), detail)
+    return framed("bars", label, "\n".join(rows), detail)
 
 
 def strip(parts: Sequence[tuple[str, float]]) -> str:
@@ -117,7 +117,7 @@ def ownership_map(label: str, rows: Sequence[MapRow], above: str, detail: str) -
         f'<span></span>{above}<div class="names" aria-hidden="true">{names}</div>'
         f'<div class="plot">{svg}</div>'
     )
-    return _figure("map", label, content, detail)
+    return framed("map", label, content, detail)
 
 
 def column_chart(
@@ -160,7 +160,8 @@ def detail_line(name: str, hint: str) -> str:
     return f'<output class="detail" id="{name}" aria-live="polite">{escape(hint)}</output>'
 
 
-def _figure(kind: str, label: str, content: str, detail: str) -> str:
+def framed(kind: str, label: str, content: str, detail: str) -> str:
+    """A chart: a box that takes the focus. ``label`` is what a screen reader says of it."""
     return (
         f'<figure><div class="chart {kind}" tabindex="0" role="application" '
         f'aria-label="{escape(label)} Arrow keys move between its parts." data-detail="{detail}">\n'

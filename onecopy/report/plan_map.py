@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from onecopy.estimating import Estimate
 from onecopy.overview import ParamRow, param_rows
 from onecopy.report.charts import MapRow, Mark, detail_line, ownership_map, strip
+from onecopy.report.grouping import in_groups, range_in_words, ranks_of
 from onecopy.report.page import paragraph, section
 from onecopy.tally import tally
 from onecopy.words import in_bytes
@@ -88,13 +89,13 @@ def _aggregated_rows(estimate: Estimate, rows: Sequence[ParamRow]) -> list[MapRo
     for number, ranks in enumerate(groups):
         marks = []
         for at, run in enumerate(runs):
-            owned = sum(counted.elements[at][ranks.start : ranks.stop])
+            owned = sum(counted.elements[at][ranks[0] : ranks[-1] + 1])
             if not owned:
                 continue
             share = owned / run.elements
             even = len(ranks) / estimate.world_size
             tip = (
-                f"rank{'s' * (len(ranks) > 1)} {range_in_words(ranks)} · {run.name} · "
+                f"{ranks_of(ranks)} · {run.name} · "
                 f"{in_bytes(share * run.nbytes)} · {share:.1%} of it (even would be {even:.1%})"
             )
             start, stop = run.start / elements, (run.start + run.elements) / elements
@@ -151,20 +152,6 @@ def _layer(name: str) -> str:
     """
     numbered = re.match(r"(?:.*?\.)??([^.]+\.\d+)(?=\.)", name)
     return numbered[1] if numbered else name.split(".")[-2:][0]
-
-
-# -------------------------------------------------------------------------- ranks in groups
-
-
-def in_groups(ranks: range, limit: int) -> list[range]:
-    """At most ``limit`` groups of neighbours, of nearly equal size."""
-    count = min(len(ranks), limit)
-    edges = [len(ranks) * i // count for i in range(count + 1)]
-    return [ranks[a:b] for a, b in itertools.pairwise(edges)]
-
-
-def range_in_words(ranks: range) -> str:
-    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}–{ranks.stop - 1}"
 
 
 def _hue(number: int, count: int) -> float:

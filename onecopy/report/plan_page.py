@@ -10,35 +10,24 @@ from collections.abc import Sequence
 
 from onecopy.estimating import Estimate
 from onecopy.kinds import Kind
-from onecopy.memory import MemoryReport
 from onecopy.overview import param_rows, rank_rows, training_in_words
 from onecopy.peers import torchs_loads
 from onecopy.report.charts import (
-    Bar,
     Column,
-    Slice,
     column_chart,
     detail_line,
     legend,
     stacked_bars,
 )
+from onecopy.report.grouping import in_groups, range_in_words
+from onecopy.report.memory_bars import memory_bar, memory_scale, present_stages, rank_bars
 from onecopy.report.page import cards, folded, heading, html_table, page, paragraph, section
-from onecopy.report.plan_map import in_groups, map_section, range_in_words
+from onecopy.report.plan_map import map_section
 from onecopy.tally import imbalance
 from onecopy.words import counted, in_bytes, in_short, ranks_in_words
 
-_BARS = 8  # rows of a chart of ranks
 _BALANCE = 64  # columns of the chart of the balance
 _LISTED = 200  # rows of a table
-
-_STAGES = (  # the parts of a report, in the order of a bar
-    ("parameters", 0),
-    ("gradients", 1),
-    ("optimizer state", 2),
-    ("master copies", 3),
-    ("staging", 4),
-    ("DDP's buckets", 5),
-)
 
 
 def plan_page(estimate: Estimate, model: str) -> str:
@@ -82,29 +71,24 @@ def _key_figures(estimate: Estimate) -> str:
 
 
 def _memory(estimate: Estimate) -> str:
-    bars = []
-    for ranks in in_groups(range(estimate.world_size), _BARS):
-        fullest = max((estimate.on(rank) for rank in ranks), key=lambda report: report.total)
-        name = f"rank{'s' * (len(ranks) > 1)} {range_in_words(ranks)}"
-        bars.append(_bar(name, fullest))
-    others = [_bar("onecopy", estimate.fullest, strong=True)]
-    others += [_bar(peer.name, peer.memory) for peer in estimate.peers]
-    present = [
-        (role, name)
-        for name, role in _STAGES
-        if any(part.role == role for bar in (*bars, *others) for part in bar.slices if part.size)
-    ]
+    bars = rank_bars(range(estimate.world_size), estimate.on)
+    others = [memory_bar("onecopy", estimate.fullest, strong=True)]
+    others += [memory_bar(peer.name, peer.memory) for peer in estimate.peers]
     text = "What each rank holds after a step, from the plan that is really used. " + (
         "Of ranks that are put together, the fullest is shown. " * (len(bars) < estimate.world_size)
     )
     return section(
         "Memory of each rank",
         paragraph(text),
-        legend(present),
-        stacked_bars("Memory of each rank, by what it holds.", bars, _scale(bars), "memory-detail"),
+        legend(present_stages([*bars, *others])),
+        stacked_bars(
+            "Memory of each rank, by what it holds.", bars, memory_scale(bars), "memory-detail"
+        ),
         heading("Beside others, on their fullest rank"),
         paragraph(_about_peers(estimate), soft=True),
-        stacked_bars("Memory beside other ways to train.", others, _scale(others), "memory-detail"),
+        stacked_bars(
+            "Memory beside other ways to train.", others, memory_scale(others), "memory-detail"
+        ),
         detail_line("memory-detail", "Choose a part of a bar: click, or use the arrow keys."),
     )
 
@@ -113,28 +97,6 @@ def _about_peers(estimate: Estimate) -> str:
     notes = ["DDP and the ZeRO stages are formulas, without the buffers that they have besides."]
     notes += [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
     return " ".join(notes)
-
-
-def _scale(bars: Sequence[Bar]) -> tuple[str, str]:
-    return "0", in_bytes(max(bar.size for bar in bars))
-
-
-def _bar(name: str, report: MemoryReport, strong: bool = False) -> Bar:
-    keys = ", ".join(f"{key} {in_bytes(size)}" for key, size in report.state.items())
-    sizes = (
-        report.parameters,
-        report.gradients,
-        sum(report.state.values()),
-        report.master_copies,
-        report.staging,
-        report.ddp_buckets,
-    )
-    slices = []
-    for (what, role), size in zip(_STAGES, sizes, strict=True):
-        inside = f" ({keys})" if what == "optimizer state" and keys else ""
-        tip = f"{name}: {what} {in_bytes(size)}{inside}, {size / report.total:.0%} of its memory"
-        slices.append(Slice(size, role, tip))
-    return Bar(name, tuple(slices), in_bytes(report.total), strong)
 
 
 # -------------------------------------------------------------------------- the balance
@@ -174,9 +136,7 @@ def _columns(loads: Sequence[int]) -> list[Column]:
     found = []
     for ranks in in_groups(range(len(loads)), _BALANCE):
         fullest = max(loads[rank] for rank in ranks)
-        who = (
-            f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {range_in_words(ranks)}, at most"
-        )
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {range_in_words(ranks)}, at most"
         tip = f"{who}: {fullest:,} elements, {fullest / even:.3f} times an even share"
         found.append(Column(fullest / even, tip))
     return found
