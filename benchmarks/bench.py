@@ -61,8 +61,8 @@ class Wanted:
 
 
 QUICK = (
-    Wanted("gpt", 2),
-    *(Wanted(name, 2, methods=CORE) for name in ("gpt-short", "tiny", "conv", "muon")),
+    Wanted("gpt-short", 2),
+    *(Wanted(name, 2, methods=CORE) for name in ("gpt", "tiny", "conv", "muon")),
     Wanted("gpt-short", 4, methods=CORE),
     Wanted("gpt-short", 2, gbit=1, methods=CORE),
 )

@@ -86,7 +86,7 @@ def main() -> int:
             print(f"\n{workload.title}; {wanted.ranks} ranks, {wanted.wire}")
             print(f"{'':32}{'base ms':>9}{'now ms':>9}{'ratio':>8}  (quartiles)", flush=True)
             for method in args.methods:
-                with Progress(method, 2 * (args.rounds + 3)) as progress:
+                with Progress(method, 2 * (args.rounds + 2)) as progress:
                     line, is_slower = compare(course, method, base, progress)
                 print(line, flush=True)
                 slower += is_slower

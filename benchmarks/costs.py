@@ -28,8 +28,8 @@ class Cost:
 
 
 def measure(full: bool) -> list[Cost]:
-    """All of them; ``full`` takes larger states and also torch's class, which is slow."""
-    of_state = ["--mb", "256" if full else "64", "--rounds", "5" if full else "3", "--ranks", "2"]
+    """All of them; ``full`` takes larger states and more rounds."""
+    of_state = ["--mb", "256" if full else "32", "--rounds", "5" if full else "3", "--ranks", "2"]
     found = []
     for program, options in (
         ("plan.py", []),

@@ -1,7 +1,8 @@
 """All methods on one workload: heats of as many teams as memory allows, which take turns.
 
 DDP and torch's class are in every heat, because a ratio is worth something only if both sides ran
-in the same minutes. Another method begins each round; the first round warms up and is not counted.
+in the same minutes. Another method begins each round. A round before them, in which memory is
+measured, warms up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from hosts import Wire
 from methods import DDP, TORCHS
-from results import Row, Samples, Table, Turn, row_of
+from results import Row, Samples, Table, row_of
 from teams import Team, TeamFailed, team
 from workloads import Workload
 
@@ -47,7 +48,7 @@ class Course:
 
     def ticks(self, entries: Sequence[Entry]) -> int:
         """How often a run of these entries will tick."""
-        return sum(len(heat) * (self.rounds + 3) for heat in self.heats(entries))
+        return sum(len(heat) * (self.rounds + 2) for heat in self.heats(entries))
 
     def heats(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Entries in heats, each with the references."""
@@ -95,18 +96,16 @@ def take_turns(course: Course, heat: Sequence[Entry], tick: Tick) -> dict[str, S
             tick(f"{name}: building")
             with _judging(samples[name]):
                 samples[name].construction = max(_ask(each, "build"))
-        for number in range(course.rounds + 1):
+        for name, each in teams.items():
+            tick(f"{name}: warming up")
+            with _judging(samples[name]):
+                samples[name].memory = _ask(each, "warm_up", course.workload.steps)
+        for number in range(course.rounds):
             for turn in range(len(heat)):
                 name = heat[(number + turn) % len(heat)].name
-                tick(f"{name}: round {number} of {course.rounds}")
+                tick(f"{name}: round {number + 1} of {course.rounds}")
                 with _judging(samples[name]):
-                    turns = _ask(teams[name], "train", course.workload.steps)
-                    if number:
-                        samples[name].rounds.append([Turn(*each) for each in turns])
-        for name, each in teams.items():
-            tick(f"{name}: memory")
-            with _judging(samples[name]):
-                samples[name].memory = _ask(each, "measure_memory")
+                    samples[name].rounds.append(_ask(teams[name], "train", course.workload.steps))
     return samples
 
 

@@ -214,9 +214,9 @@ class _Worker:
             float(loss.detach()),
         )  # fmt: skip
 
-    def measure_memory(self) -> Memory:
-        """In one more step, after a few that are not looked at."""
-        self.train(1)
+    def warm_up(self, steps: int) -> Memory:
+        """So many steps, and what the last one of them takes."""
+        self.train(steps - 1)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
