@@ -50,6 +50,9 @@ class Traffic:
     bytes: int = 0
 
     def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
+        """What is empty is not sent."""
+        if not tensor.numel():
+            return
         self.messages += copies
         self.bytes += copies * tensor.numel() * tensor.element_size()
 

@@ -36,6 +36,7 @@ class Trace:
     memory: MemoryReport
     buckets: tuple[BucketStats, ...]  # since the optimizer was built
     timeline: Timeline  # of the traced steps
+    costs: Mapping[tuple[str, int | None], Cost]  # of all of them
     zero: float  # microseconds on the clock of its host at the zero of its timeline
 
     @property
@@ -53,8 +54,8 @@ class Trace:
         return median(step.stop - step.began for step in self.timeline.steps)
 
     def cost(self, phase: str, bucket: int | None = None) -> Cost:
-        """Microseconds for a traced step."""
-        whole, steps = self.timeline.cost(phase, bucket), len(self.timeline.steps)
+        """Of a traced step, in the mean; of one bucket, or of all."""
+        whole, steps = self.costs.get((phase, bucket), Cost(0.0, 0.0)), len(self.timeline.steps)
         return Cost(whole.exposed / steps, whole.hidden / steps)
 
     @property
@@ -66,14 +67,13 @@ class Trace:
     def hidden(self) -> float:
         return sum(self.cost(phase).hidden for phase in ("reduce", "gather"))
 
-    def sent(self, phase: str, bucket: int) -> float:
-        """Bytes each time."""
-        found = [b for b in self.buckets if (b.phase, b.bucket) == (phase, bucket) and b.times]
-        return sum(each.bytes / each.times for each in found)
+    def sent(self) -> dict[tuple[str, int], float]:
+        """Bytes each time, by phase and bucket."""
+        return {(b.phase, b.bucket): b.bytes / b.times for b in self.buckets if b.times}
 
     @property
     def sent_per_step(self) -> float:
-        return sum(each.bytes / each.times for each in self.buckets if each.times)
+        return sum(self.sent().values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,7 @@ def _read(file: Path) -> Trace:
 
 def _understood(content: Mapping[str, Any]) -> Trace:
     facts = content["onecopy"]
+    timeline = Timeline.of(content["traceEvents"]).of_steps()
     memory = {str(name): int(count) for name, count in facts["memory"].items()}
     return Trace(
         rank=int(facts["rank"]),
@@ -181,7 +182,8 @@ def _understood(content: Mapping[str, Any]) -> Trace:
         backend=str((content.get("distributedInfo") or {}).get("backend", "")),
         memory=MemoryReport.from_dict(memory),
         buckets=tuple(_stats(each) for each in facts["buckets"]),
-        timeline=Timeline.of(content["traceEvents"]).of_steps(),
+        timeline=timeline,
+        costs=timeline.costs(),
         zero=float(content.get("baseTimeNanoseconds", 0)) / 1e3,
     )
 

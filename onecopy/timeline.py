@@ -11,6 +11,7 @@ by the names that ``ledger.py`` gives them::
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds."""
+    """Microseconds in which this rank was occupied by transfers, and in which some were under way
+    while it did something else. However many are, a moment counts once."""
 
     exposed: float
     hidden: float
@@ -127,17 +129,71 @@ class Timeline:
                 found.append(Transfer(launched.pop(key), span))
         return found
 
-    def cost(self, phase: str, bucket: int | None = None) -> Cost:
-        """Of a phase ("reduce" or "gather") in the whole trace, of one bucket or of all. Launches
-        and waits are exposed also where the other half is outside of the trace."""
+    def costs(self) -> dict[tuple[str, int | None], Cost]:
+        """By phase ("reduce" or "gather") and bucket, and by phase and None for all its buckets.
 
-        def is_meant(span: Span) -> bool:
-            return span.phase == phase and bucket in (None, span.bucket)
+        Launches and waits are exposed also where the other half is outside of the trace.
+        """
+        busy = union((span.start, span.stop) for span in self.spans if span.phase != "step")
+        mine: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
+        flying: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
+        for span in self.spans:
+            if span.phase != "step":
+                for bucket in (span.bucket, None):
+                    mine.setdefault((span.phase, bucket), []).append((span.start, span.stop))
+        for each in self.transfers():
+            for bucket in (each.launch.bucket, None):
+                if each.hidden:
+                    interval = each.launch.stop, each.wait.start
+                    flying.setdefault((each.launch.phase, bucket), []).append(interval)
+        found = {}
+        for key, intervals in mine.items():
+            away = union(flying.get(key, ()))
+            found[key] = Cost(length(union(intervals)), length(away) - length(overlap(away, busy)))
+        return found
 
-        return Cost(
-            exposed=sum(span.length for span in self.spans if is_meant(span)),
-            hidden=sum(each.hidden for each in self.transfers() if is_meant(each.launch)),
-        )
+
+Intervals = Sequence[tuple[float, float]]
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments, in intervals that are in order and apart.
+
+    >>> union([(4, 6), (1, 2), (5, 9)])
+    [(1, 2), (4, 9)]
+    """
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def overlap(some: Intervals, others: Intervals) -> list[tuple[float, float]]:
+    """The moments in both, which are unions.
+
+    >>> overlap([(1, 5), (7, 9)], [(2, 3), (4, 8)])
+    [(2, 3), (4, 5), (7, 8)]
+    """
+    found: list[tuple[float, float]] = []
+    i = 0
+    # What ends before the first of them begins need not be looked at.
+    j = bisect_right(others, some[0][0], key=lambda interval: interval[1]) if some else 0
+    while i < len(some) and j < len(others):
+        start, stop = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Intervals) -> float:
+    return sum(stop - start for start, stop in intervals)
 
 
 def _steps(found: Mapping[int, tuple[float, float]], began: float) -> tuple[Step, ...]:

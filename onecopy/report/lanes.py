@@ -36,6 +36,10 @@ class Lane:
     events: tuple[Event, ...]
     is_deep: bool = False  # whether they may overlap
 
+    @property
+    def height(self) -> int:
+        return _LANE * (2 if self.is_deep else 1)
+
 
 def lanes_chart(
     label: str,
@@ -46,25 +50,27 @@ def lanes_chart(
     detail: str,
 ) -> str:
     """``length`` of the axis in seconds; ``edges`` are times to mark; ``above`` is a strip."""
-    drawn = []
-    for number, lane in enumerate(lanes):
-        top = number * _LANE + _GAP / 2
+    drawn, full = [], 0
+    for lane in lanes:
+        top = full + _GAP / 2
+        full += lane.height
         rows = in_rows(together(lane.events)) if lane.is_deep else [together(lane.events)]
-        height = (_LANE - _GAP) / max(len(rows), 1)
+        height = (lane.height - _GAP) / max(len(rows), 1)
         marks = [(event, top + at * height) for at, row in enumerate(rows) for event in row]
         marks.sort(key=lambda mark: mark[0].start)  # the order of the arrow keys
         boxes = "".join(_box(event, length, y, height) for event, y in marks)
         drawn.append(f'<g class="row">{boxes}</g>')
-    full = len(lanes) * _LANE
     lines = "".join(
         f'<line class="edge" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{full}"/>'
         for at in (_WIDTH * edge / length for edge in edges)
     )
-    names = "".join(f"<span>{escape(lane.name)}</span>" for lane in lanes)
+    names = "".join(
+        f'<span style="flex:{lane.height}">{escape(lane.name)}</span>' for lane in lanes
+    )
     content = (
         f'<span></span>{above}<div class="names" aria-hidden="true">{names}</div>'
         f'<div class="plot"><svg viewBox="0 0 {_WIDTH} {full}" preserveAspectRatio="none" '
-        f'style="height:{1.6 * len(lanes):g}rem" aria-hidden="true">{lines}{"".join(drawn)}</svg>'
+        f'style="height:{full / 8:g}rem" aria-hidden="true">{lines}{"".join(drawn)}</svg>'
         f'</div><span></span><div class="axis" aria-hidden="true"><span>0</span>'
         f"<span>{in_seconds(length)}</span></div>"
     )

@@ -95,8 +95,7 @@ def _communication(run: Run) -> str:
     text = (
         "Of a step, in the mean. Exposed: packing, launching, waiting and unpacking, while "
         "training stands still; this is the figure behind the bar. Hidden: under way while "
-        "training went on, at most. "
-        "Buckets that travel together are added up. "
+        "training went on, at most; however many buckets are, a moment counts once. "
     )
     text += "Of ranks that are put together, the most exposed is shown. " * (
         len(bars) < len(traces)

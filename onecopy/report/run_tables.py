@@ -43,13 +43,14 @@ def bucket_table(run: Run) -> Table:
     """What each bucket sends, and what it costs, by phase."""
     head = ["bucket", "sent by the busiest rank", "exposed", "hidden"]
     rows = []
+    sent = [trace.sent() for trace in run.traces]
     for bucket in run.bucket_numbers:
         for phase in run.phases:
             costs = [trace.cost(phase, bucket) for trace in run.traces]
             rows.append(
                 [
                     f"{phase} {bucket}",
-                    in_bytes(max(trace.sent(phase, bucket) for trace in run.traces)),
+                    in_bytes(max(each.get((phase, bucket), 0) for each in sent)),
                     in_seconds(mean(cost.exposed for cost in costs) * _US),
                     in_seconds(mean(cost.hidden for cost in costs) * _US),
                 ]
