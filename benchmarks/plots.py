@@ -14,7 +14,7 @@ from results import Row, Table
 MB = 10**6
 
 _ROW, _BAR, _TOP = 24, 12, 58
-_NAMES, _PANEL, _GAP, _END = 208, 320, 66, 46
+_NAMES, _PANEL, _GAP, _END = 232, 320, 66, 46
 
 _STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #24292f; }
