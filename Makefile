@@ -85,7 +85,7 @@ bench-checkpoint: $(VENV)/.installed ## time and memory of writing and reading c
 	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## remove caches and build leftovers, keep the virtual environments
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report
 	find onecopy tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Torch first and alone; then the lock, in which nothing is resolved; then the package itself.
