@@ -30,7 +30,7 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 demo: $(VENV)/.installed ## train a small model on RANKS=2 processes of this machine
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
+	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=99 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
 
 test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 	$(BIN)/pytest

@@ -67,7 +67,9 @@ class Order:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"{DIRECTORY}={self.directory}: {error.strerror}") from error
+            raise ValueError(
+                f"{DIRECTORY}={self.directory}: traces cannot be written there: {error.strerror}"
+            ) from error
 
     def file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.json"
