@@ -30,7 +30,7 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 demo: $(VENV)/.installed ## train a small model on RANKS=2 processes of this machine
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
+	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=99 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py
 
 test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 	$(BIN)/pytest
@@ -85,7 +85,7 @@ bench-checkpoint: $(VENV)/.installed ## time and memory of writing and reading c
 	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## remove caches and build leftovers, keep the virtual environments
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report
 	find onecopy tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Torch first and alone; then the lock, in which nothing is resolved; then the package itself.

@@ -34,7 +34,7 @@ from onecopy.reporting import Reports
 from onecopy.roster import plan_to_extend
 from onecopy.shards import Shards
 from onecopy.tally import in_one_line
-from onecopy.tracing import Run, Tracing
+from onecopy.tracing import Traced, Tracing
 from onecopy.transport import Transport
 from onecopy.version import __version__
 
@@ -134,7 +134,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._shards.look_for_modules()
         self._shards.settle()
-        self._tracing = Tracing.of(self._trace_order, self.global_rank, Run(self.wait, self._facts))
+        traced = Traced(self.wait, self._facts)
+        self._tracing = Tracing.of(self._trace_order, self.global_rank, traced)
         self._transport.note("optimizer built")
         if self.rank == 0 and logger.isEnabledFor(logging.INFO):
             classes = [policy.optimizer_class for policy in self._roster.policies]

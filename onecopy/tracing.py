@@ -33,8 +33,8 @@ _DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
 METADATA = "onecopy"
 
 
-class Run(NamedTuple):
-    """What a trace needs to know of the run."""
+class Traced(NamedTuple):
+    """What a trace needs of the optimizer."""
 
     wait: Callable[[], None]  # until nothing is under way
     facts: Callable[[], Mapping[str, Any]]  # what else to write into the trace, plain values
@@ -67,7 +67,9 @@ class Order:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"{DIRECTORY}={self.directory}: {error.strerror}") from error
+            raise ValueError(
+                f"{DIRECTORY}={self.directory}: traces cannot be written there: {error.strerror}"
+            ) from error
 
     def file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.json"
@@ -80,14 +82,14 @@ _begun: set[Path] = set()
 class Tracing:
     """Starts the profiler when the time has come, and writes the file in the end."""
 
-    def __init__(self, order: Order, rank: int, run: Run) -> None:
-        self._order, self._rank, self._run = order, rank, run
+    def __init__(self, order: Order, rank: int, traced: Traced) -> None:
+        self._order, self._rank, self._traced = order, rank, traced
         self._profiler: torch.profiler.profile | None = None
         if order.first == 1:
             self._start()
 
     @classmethod
-    def of(cls, order: Order | None, rank: int, run: Run) -> Tracing | None:
+    def of(cls, order: Order | None, rank: int, traced: Traced) -> Tracing | None:
         """None, if nothing is asked for, or if another optimizer of this process is traced to the
         same file."""
         if order is None:
@@ -97,7 +99,7 @@ class Tracing:
             logger.warning("%s: another optimizer of this process is traced already", DIRECTORY)
             return None
         _begun.add(file)
-        return cls(order, rank, run)
+        return cls(order, rank, traced)
 
     def step_finished(self, number: int) -> None:
         if number == self._order.first - 1:
@@ -123,8 +125,8 @@ class Tracing:
         # Why: torch's record of a transfer ends with it, and one that ends after the profiler has
         # stopped writes into memory that is gone.
         with contextlib.suppress(RuntimeError):  # the process group may be gone, at exit
-            self._run.wait()
-        facts = {"rank": self._rank, **self._run.facts()}
+            self._traced.wait()
+        facts = {"rank": self._rank, **self._traced.facts()}
         profiler.add_metadata_json(METADATA, json.dumps(facts))
         profiler.stop()
         file = self._order.file(self._rank)

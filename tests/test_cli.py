@@ -299,7 +299,9 @@ def test_a_file_that_is_no_configuration(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["estimate", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["estimate", "--help"], ["plan", "--help"], ["report", "--help"]]
+)
 def test_help_has_examples(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(argv)

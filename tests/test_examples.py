@@ -47,7 +47,7 @@ def test_the_minimal_example_trains_saves_and_resumes(tmp_path: Path) -> None:
     assert moments == shapes
 
 
-def test_the_demo_ends_at_equal_losses(tmp_path: Path) -> None:
+def test_the_demo_ends_at_equal_losses_and_with_a_page(tmp_path: Path) -> None:
     run = torchrun("demo.py", "--rounds", "2", "--steps", "1", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     rows = re.findall(r"^(.+?)\s+(\d+\.\d{9})\s+(\d+\.\d+) MB", run.stdout, re.M)
@@ -61,7 +61,18 @@ def test_the_demo_ends_at_equal_losses(tmp_path: Path) -> None:
     whole, _, ours, attached = (float(megabytes) for _, _, megabytes in rows)
     assert ours == attached == pytest.approx(whole / 2, rel=0.01)
     assert "differ" not in run.stdout
-    assert list(tmp_path.iterdir()) == []
+
+    page = Path("demo-report") / "report.html"
+    assert run.stdout.splitlines()[-1] == str(page)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo-report"]
+    assert {path.name for path in (tmp_path / "demo-report").iterdir()} == {
+        "rank-0.json",
+        "rank-1.json",
+        "report.html",
+    }
+    html = (tmp_path / page).read_text()
+    assert "Steps 3 to 5 on 2 ranks" in html
+    assert "gather 1 under way, hidden" in html
 
 
 def test_the_demo_says_how_it_is_started(tmp_path: Path) -> None:

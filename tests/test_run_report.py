@@ -240,7 +240,7 @@ def test_drop_in_and_one_rank_have_fewer_lanes(tmp_path: Path) -> None:
     assert "Steps 3 to 4 on 1 rank<" in html
 
 
-@pytest.mark.parametrize(("world", "buckets"), [(2, 2), (64, 40), (1, 1000)])
+@pytest.mark.parametrize(("world", "buckets"), [(2, 2), (64, 40), (1, 400)])
 def test_a_page_stays_small_and_needs_nothing_else(
     tmp_path: Path, world: int, buckets: int
 ) -> None:
@@ -278,6 +278,10 @@ def test_too_many_events_are_put_together() -> None:
     assert len(three) == 3
     assert (three[0].start, three[-1].stop) == (0, 9.5)
     assert three[0].tip == "e0 … e3: 4 together, 2.0 s in all"
+    pause = [*events[:5], *(Event(i + 50, i + 50.5, 0, "late") for i in range(5))]
+    assert all(event.stop - event.start < 5 for event in together(pause, limit=3))
+    mixed = [Event(0, 9, 0, "outer", is_faint=True), *events]
+    assert together(mixed, limit=3)[0] == mixed[0]
 
 
 def test_lanes_are_drawn_to_scale() -> None:

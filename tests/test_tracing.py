@@ -158,7 +158,7 @@ def test_a_directory_that_cannot_be_made_is_refused_on_all_ranks(
         (tmp_path / "file").touch()
     torch.distributed.barrier()
     ask_for(tmp_path / "file", "3-5")
-    with pytest.raises(ValueError, match=r"ONECOPY_TRACE=.*file"):
+    with pytest.raises(ValueError, match=r"ONECOPY_TRACE=.*file: traces cannot be"):
         Training(world)
 
 

@@ -1,7 +1,7 @@
 """A chart of what went on when: lanes along a time axis, and marks in them.
 
-The marks of a lane that overlap stand below each other. However many there are, a lane has at most
-``LIMIT``: beyond that, neighbours are put together, and a mark says what it stands for.
+The marks of a lane that overlap stand below each other. If there are more than ``LIMIT``,
+neighbours are put together, and a mark says what it stands for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from math import ceil
 
 from onecopy.report.charts import framed
 from onecopy.words import in_seconds
@@ -89,14 +89,21 @@ def _box(event: Event, length: float, top: float, height: float) -> str:
 
 
 def together(events: Sequence[Event], limit: int = LIMIT) -> list[Event]:
-    """At most ``limit`` events: more than that are put together with their neighbours."""
+    """All events, or if they are more than ``limit``, neighbours put together: those of a kind, and
+    not across a pause, for which there may be some marks more."""
     ordered = sorted(events, key=lambda event: (event.start, -event.stop))
     if len(ordered) <= limit:
         return ordered
-    groups = [
-        [event for _, event in group]
-        for _, group in groupby(enumerate(ordered), lambda pair: pair[0] * limit // len(ordered))
-    ]
+    most = ceil(len(ordered) / limit)
+    pause = (max(event.stop for event in ordered) - ordered[0].start) / limit
+    groups = [[ordered[0]]]
+    for event in ordered[1:]:
+        group = groups[-1]
+        is_of_a_kind = (event.role, event.is_faint) == (group[0].role, group[0].is_faint)
+        if is_of_a_kind and len(group) < most and event.start <= group[-1].stop + pause:
+            group.append(event)
+        else:
+            groups.append([event])
     return [_merged(group) for group in groups]
 
 

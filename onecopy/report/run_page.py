@@ -45,11 +45,11 @@ def _key_figures(run: Run) -> str:
         [
             ("time of a step", in_seconds(step * _US), "under the profiler, median"),
             (
-                "exposed communication",
+                "exposed, of a step",
                 in_seconds(exposed * _US),
-                f"of a step on rank {slowest.rank}, {exposed / (slowest.step_time or 1):.0%} of it",
+                f"{exposed / (slowest.step_time or 1):.0%} of it, on rank {slowest.rank}",
             ),
-            ("hidden communication", in_seconds(hidden * _US), "of a step, at most, mean"),
+            ("hidden, of a step", in_seconds(hidden * _US), "at most; mean of the ranks"),
             (
                 "sent per rank and step",
                 in_bytes(max(trace.sent_per_step for trace in run.traces)),
