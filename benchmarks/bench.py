@@ -11,7 +11,7 @@ docs/benchmarks.md, where a run that differs from the one before shows as a diff
 
     make bench                                              # a few minutes
     make bench FULL=1                                       # everything: an hour or two
-    .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy --print
+    .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from goals import ATTACHED, LAZY
 from heats import REFERENCES, Course, Entry, run
 from hosts import LOOPBACK, NoHosts, Wire, two_hosts
 from methods import METHODS
-from progress import Progress
+from progress import Progress, ends_by_exception
 from results import Table, table_from_json, to_json
 from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
-QUICK_ROUNDS, FULL_ROUNDS = 3, 7
+QUICK_ROUNDS, FULL_ROUNDS = 5, 9
 # In a quick run one table has all methods, and the others these, which fit into one heat.
 CORE = (
     *REFERENCES,
@@ -70,18 +70,17 @@ FULL = (
     *(Wanted(workload, ranks) for workload in WORKLOADS for ranks in (2, 4)),
     *(Wanted("gpt", ranks, gbit) for gbit in (1, 10) for ranks in (2, 4)),
     *(Wanted("gpt-short", 2, gbit) for gbit in (1, 10)),
+    *(Wanted(workload, 2, gbit=1) for workload in ("tiny", "conv", "muon")),
 )
 
 
-def measure(wanted: Sequence[Wanted], methods: set[str], rounds: int) -> list[Table]:
+def measure(wanted: Sequence[Wanted], methods: set[str], rounds: int) -> Iterator[Table]:
     """Make the tables, printing each as soon as it is there."""
-    found = []
     for number, each in enumerate(wanted, start=1):
         entries = [Entry(name, name) for name in METHODS if name in methods & {*each.methods}]
         table = _one_table(each, entries, rounds, f"{number}/{len(wanted)}")
         print(as_text(table), flush=True)
-        found.append(table)
-    return found
+        yield table
 
 
 def _one_table(wanted: Wanted, entries: Sequence[Entry], rounds: int, label: str) -> Table:
@@ -90,8 +89,9 @@ def _one_table(wanted: Wanted, entries: Sequence[Entry], rounds: int, label: str
         with _wire(wanted) as wire:
             course = Course(workload, wanted.ranks, wire, wanted.wire, rounds)
             name = f"{label} {workload.name}, {wanted.ranks} ranks, {wanted.wire}"
-            with Progress(name, course.ticks(entries)) as progress:
-                return run(course, entries, progress.tick)
+            heats = course.heats(entries)
+            with Progress(name, course.ticks(heats)) as progress:
+                return run(course, heats, progress.tick)
     except NoHosts as reason:
         why = f"two hosts cannot be emulated here, {reason}"
         return Table(workload.name, workload.title, wanted.ranks, wanted.wire, 0, skipped=why)
@@ -108,35 +108,48 @@ def _wire(wanted: Wanted) -> Iterator[Wire]:
 
 def main() -> None:
     args = _arguments()
+    wanted = [w for w in (FULL if args.full else QUICK) if _is_asked_for(w, args)]
+    if not wanted:
+        sys.exit("no table fits these options; --full has more of them")
     before = _tables_in(page.JSON)
     description = machine.describe()
     print(machine.as_text(description), MEANING, sep="\n", flush=True)
-    wanted = [w for w in (FULL if args.full else QUICK) if _is_asked_for(w, args)]
     rounds = args.rounds or (FULL_ROUNDS if args.full else QUICK_ROUNDS)
-    tables = measure(wanted, args.methods, rounds)
-    other = [] if args.print else costs.measure(args.full)
-    for cost in other:
+    record: dict[str, Any] = {"machine": description, "rounds": rounds, "tables": [], "costs": []}
+    tables: list[Table] = record["tables"]
+    with ends_by_exception():
+        for table in measure(wanted, args.methods, rounds):
+            tables.append(table)
+            if not args.print:
+                _write_json(record)  # an interrupted run has not been in vain
+        if not args.print:
+            record["costs"] = costs.measure(args.full)
+    for cost in record["costs"]:
         print(costs.as_text(cost), flush=True)
     for line in changes(before, tables):
         print("changed:", line)
-    if args.print:
-        return
-    record = {"machine": description, "rounds": rounds, "tables": tables, "costs": other}
-    _write_json(to_json(record))
-    page.write(description, tables, other, rounds)
-    print(f"\nwritten: {page.JSON} and {page.PAGE}")
+    if not args.print:
+        _write_json(record)
+        headline = {(each.workload, each.ranks, each.wire) for each in QUICK}
+        shown = [t for t in tables if (t.workload, t.ranks, t.wire) in headline]
+        page.write(description, tables, shown, record["costs"], rounds)
+        print(f"\nwritten: {page.JSON}, {page.PAGE} and the table in {page.README}")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="A run of a part of the tables or methods is printed, and not written to files.",
+    )
     parser.add_argument("--full", action="store_true", help="all tables, more rounds")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--wire", nargs="+", help="loopback, or speeds in Gbit/s")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--print", action="store_true", help="print only, write no files")
     args = parser.parse_args()
+    parts = (args.only, args.ranks, args.wire, args.methods)
+    args.print = parts != (list(WORKLOADS), [2, 4], None, list(METHODS))
     args.methods = {*args.methods, *REFERENCES}
     return args
 
@@ -150,13 +163,16 @@ def _is_asked_for(wanted: Wanted, args: argparse.Namespace) -> bool:
 def _tables_in(path: Path) -> list[Table]:
     if not path.exists():
         return []
-    return [table_from_json(table) for table in json.loads(path.read_text())["tables"]]
+    try:
+        return [table_from_json(table) for table in json.loads(path.read_text())["tables"]]
+    except (KeyError, TypeError, ValueError):  # of another version: nothing to compare with
+        return []
 
 
 def _write_json(record: Any) -> None:
     page.JSON.parent.mkdir(parents=True, exist_ok=True)
-    page.JSON.write_text(json.dumps(record, indent=1) + "\n")
+    page.JSON.write_text(json.dumps(to_json(record), indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

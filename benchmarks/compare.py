@@ -22,7 +22,7 @@ from bench import Wanted
 from heats import Course, Entry, take_turns
 from hosts import LOOPBACK
 from methods import OURS
-from progress import Progress
+from progress import Progress, ends_by_exception
 from results import Samples, Spread, ratios
 from workloads import WORKLOADS
 
@@ -33,7 +33,8 @@ def compare(course: Course, method: str, base: Path, progress: Progress) -> tupl
     """A line of the table, and whether the mode has become slower beyond the noise."""
     entries = [Entry("base", method, base), Entry("present", method, ROOT)]
     samples = take_turns(course, entries, progress.tick)
-    for name, each in samples.items():
+    for name in ("present", "base"):
+        each = samples[name]
         if each.error is not None:
             return f"{method:32}{name} did not run: {each.error}", name == "present"
     ratio = ratios(samples["present"], samples["base"])
@@ -79,7 +80,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     slower = 0
-    with checked_out(args.base) as base:
+    with ends_by_exception(), checked_out(args.base) as base:
         for wanted in [Wanted(name, ranks) for name in args.only for ranks in args.ranks]:
             workload = WORKLOADS[wanted.workload]
             course = Course(workload, wanted.ranks, LOOPBACK, wanted.wire, args.rounds)

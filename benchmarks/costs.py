@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
+_PATIENCE = 1800  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,21 @@ def _run(program: str, options: list[str]) -> list[dict[str, Any]]:
         results = Path(directory, "results.json")
         command = [sys.executable, str(_HERE / program), *options, "--json", str(results)]
         print(f"measuring {program}", file=sys.stderr, flush=True)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            return [_failure(program, f"did not end within {_PATIENCE} s")]
         if done.returncode != 0:
-            last = done.stderr.strip().splitlines()[-1:]
-            return [{"title": program, "columns": ["error"], "rows": [[*last]]}]
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return [_failure(program, said[-1])]
         found: list[dict[str, Any]] = json.loads(results.read_text())
         return found
+
+
+def _failure(program: str, said: str) -> dict[str, Any]:
+    return {"title": program, "columns": ["did not run"], "rows": [[said]]}
 
 
 def report(cost: Cost, args: argparse.Namespace) -> None:

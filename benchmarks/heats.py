@@ -1,22 +1,23 @@
 """All methods on one workload: heats of as many teams as memory allows, which take turns.
 
 DDP and torch's class are in every heat, because a ratio is worth something only if both sides ran
-in the same minutes. Another method begins each round. A round before them, in which memory is
-measured, warms up.
+in the same minutes. The order of turns is drawn anew for each round. A round before them, in which
+memory is measured, warms up.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hosts import Wire
-from methods import DDP, TORCHS
+from methods import DDP, METHODS, TORCHS
 from results import Row, Samples, Table, row_of
-from teams import Team, TeamFailed, team
+from teams import TeamFailed, team
 from workloads import Workload
 
 REFERENCES = (DDP, TORCHS)
@@ -46,9 +47,9 @@ class Course:
     wire_name: str
     rounds: int
 
-    def ticks(self, entries: Sequence[Entry]) -> int:
-        """How often a run of these entries will tick."""
-        return sum(len(heat) * (self.rounds + 2) for heat in self.heats(entries))
+    def ticks(self, heats: Sequence[Sequence[Entry]]) -> int:
+        """How often a run of these heats will tick."""
+        return sum(len(heat) * (self.rounds + 2) for heat in heats)
 
     def heats(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Entries in heats, each with the references."""
@@ -63,14 +64,22 @@ class Course:
         return int(0.75 * _available_memory() / (each * self.ranks))
 
 
-def run(course: Course, entries: Sequence[Entry], tick: Tick) -> Table:
+def run(course: Course, heats: Sequence[Sequence[Entry]], tick: Tick) -> Table:
+    """Compare within each heat; the references' own rows are about all heats together."""
     rows: dict[str, Row] = {}
-    for heat in course.heats(entries):
+    pooled = {name: Samples() for name in REFERENCES}
+    for heat in heats:
         samples = take_turns(course, heat, tick)
-        ddp, torchs = (samples.get(name) or Samples(error="not here") for name in REFERENCES)
+        ddp, torchs = (samples.get(name, Samples(error="not here")) for name in REFERENCES)
         for entry in heat:
-            row = row_of(entry.name, samples[entry.name], ddp, torchs, course.wire.hosts)
-            rows.setdefault(entry.name, row)
+            own = samples[entry.name]
+            if entry.name in pooled:
+                pooled[entry.name].add(own)
+            rows[entry.name] = row_of(entry.name, own, ddp, torchs, course.wire.hosts)
+    ddp, torchs = (pooled[name] for name in REFERENCES)
+    for name in REFERENCES:
+        if name in rows:
+            rows[name] = row_of(name, pooled[name], ddp, torchs, course.wire.hosts)
     workload = course.workload
     return Table(
         workload.name,
@@ -78,7 +87,7 @@ def run(course: Course, entries: Sequence[Entry], tick: Tick) -> Table:
         course.ranks,
         course.wire_name,
         steps=(course.rounds + 1) * workload.steps,
-        rows=tuple(rows[entry.name] for entry in entries),
+        rows=tuple(rows[name] for name in METHODS if name in rows),
     )
 
 
@@ -92,40 +101,40 @@ def take_turns(course: Course, heat: Sequence[Entry], tick: Tick) -> dict[str, S
             )
             for entry in heat
         }
-        for name, each in teams.items():
+
+        def ask(name: str, *order: object) -> list[Any]:
+            """The answers of all ranks; none if the team is out, with what it says noted."""
+            if samples[name].error is not None:
+                return []
+            try:
+                teams[name].tell(*order)
+                return teams[name].answers()
+            except TeamFailed as error:
+                samples[name].error = str(error)
+                teams[name].end()  # what is left of it would disturb the others
+                return []
+
+        for name in teams:
             tick(f"{name}: building")
-            with _judging(samples[name]):
-                samples[name].construction = max(_ask(each, "build"))
-        for name, each in teams.items():
+            samples[name].construction = max(ask(name, "build"), default=0.0)
+        for name in teams:
             tick(f"{name}: warming up")
-            with _judging(samples[name]):
-                samples[name].memory = _ask(each, "warm_up", course.workload.steps)
-        for number in range(course.rounds):
-            for turn in range(len(heat)):
-                name = heat[(number + turn) % len(heat)].name
-                tick(f"{name}: round {number + 1} of {course.rounds}")
-                with _judging(samples[name]):
-                    samples[name].rounds.append(_ask(teams[name], "train", course.workload.steps))
+            samples[name].memory = ask(name, "warm_up", course.workload.steps)
+        order = random.Random(0)
+        for number in range(1, course.rounds + 1):
+            for name in order.sample(list(teams), len(teams)):
+                tick(f"{name}: round {number} of {course.rounds}")
+                samples[name].rounds.append(ask(name, "train", course.workload.steps))
     return samples
 
 
-@contextlib.contextmanager
-def _judging(samples: Samples) -> Iterator[None]:
-    """Note the first error of a team."""
-    try:
-        yield
-    except TeamFailed as error:
-        if samples.error is None:
-            samples.error = str(error)
-
-
-def _ask(asked: Team, *order: object) -> list[Any]:
-    asked.tell(*order)
-    return asked.answers()
-
-
 def _available_memory() -> int:
+    found = []
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not tell MemAvailable in /proc/meminfo")
+            found.append(int(line.split()[1]) * 1024)
+    group = Path("/sys/fs/cgroup")  # of a container, which may be allowed less than there is
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return min(found)

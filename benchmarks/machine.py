@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 _PROJECTS = ("torch", "deepspeed", "fairscale", "onecopy")
@@ -19,12 +20,23 @@ def describe() -> dict[str, str]:
         "memory": f"{int(_first_in('/proc/meminfo', 'MemTotal').split()[0]) / 2**20:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "load before": f"{os.getloadavg()[0]:.1f}",
+        "threads": "one per rank, so 4 ranks share the cores of this machine if it has fewer",
+        "commit": _commit(),
         **{name: _version(name) for name in _PROJECTS},
     }
 
 
 def as_text(description: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in description.items())
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def _version(project: str) -> str:

@@ -41,6 +41,14 @@ class Method:
     build: Callable[[Workload], Trainee]
     keeps_whole_parameters: bool = True
 
+    @property
+    def modules(self) -> Sequence[str]:
+        """What it imports: not a part of what building takes."""
+        return {
+            "torch": ("torch.distributed.optim", "torch.distributed.fsdp"),
+            "fairscale": ("fairscale.nn.data_parallel", "fairscale.optim.oss"),
+        }.get(self.project, (self.project,))
+
 
 def bytes_behind(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory behind these tensors, views of the same memory counted once."""
@@ -69,14 +77,10 @@ def plain_trainee(
     module: nn.Module,
     optimizers: Sequence[Any],
     holders: Sequence[Any] | None = None,
-    buckets: int = 0,
     clears_by_module: bool = False,
 ) -> Trainee:
-    """A module and its optimizers, driven as usual.
-
-    ``holders`` have the state, if not they do; ``buckets`` are bytes that the wrapper keeps besides
-    the gradients.
-    """
+    """A module and its optimizers, driven as usual. ``holders`` have the state, if not they do."""
+    buckets = bucket_bytes(module)
 
     def step() -> None:
         for optimizer in optimizers:
@@ -107,7 +111,17 @@ def unsharded(params: list[nn.Parameter], cls: Any, **options: Any) -> Optimizer
     return made
 
 
-def total_bytes(module: nn.Module) -> int:
+def under_ddp(workload: Workload, views: bool = False) -> DistributedDataParallel:
+    """No method sends buffers around in every forward, so DDP does not, either."""
+    return DistributedDataParallel(
+        workload.model(), gradient_as_bucket_view=views, broadcast_buffers=False
+    )
+
+
+def bucket_bytes(module: nn.Module) -> int:
+    """Of DDP's buckets, if they are memory beside the gradients."""
+    if not isinstance(module, DistributedDataParallel) or module.gradient_as_bucket_view:
+        return 0
     return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
@@ -115,12 +129,11 @@ def total_bytes(module: nn.Module) -> int:
 
 
 def ddp(workload: Workload, views: bool = False, **adamw: Any) -> Trainee:
-    module = DistributedDataParallel(workload.model(), gradient_as_bucket_view=views)
-    optimizers = one_per_class(workload, module.module, unsharded, **adamw)
-    return plain_trainee(module, optimizers, buckets=0 if views else total_bytes(module))
+    module = under_ddp(workload, views)
+    return plain_trainee(module, one_per_class(workload, module.module, unsharded, **adamw))
 
 
-def torchs_class(workload: Workload, views: bool) -> Trainee:
+def torchs_class(workload: Workload, views: bool, gradient_views: bool = False) -> Trainee:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -128,10 +141,9 @@ def torchs_class(workload: Workload, views: bool) -> Trainee:
     def build(params: list[nn.Parameter], cls: Any, **options: Any) -> Any:
         return ZeroRedundancyOptimizer(params, cls, parameters_as_bucket_view=views, **options)
 
-    module = DistributedDataParallel(workload.model())
+    module = under_ddp(workload, gradient_views)
     made = one_per_class(workload, module.module, build)
-    holders = [optimizer.optim for optimizer in made]
-    return plain_trainee(module, made, holders, buckets=total_bytes(module))
+    return plain_trainee(module, made, [optimizer.optim for optimizer in made])
 
 
 def fsdp2(workload: Workload, reshard: bool) -> Trainee:
@@ -142,7 +154,8 @@ def fsdp2(workload: Workload, reshard: bool) -> Trainee:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in workload.units(module):
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    # None: as its documentation advises, the root stays gathered, for backward begins with it.
+    fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard else False)
     return plain_trainee(module, one_per_class(workload, module, unsharded))
 
 
@@ -154,16 +167,25 @@ def deepspeed(workload: Workload, stage: int) -> Trainee:
 
     module = workload.model()
     matrices, rest = workload.split(module)
-    if matrices:
-        raise NotImplementedError(
-            "its ZeRO gives an optimizer flat 1-D parts, and torch's Muon takes matrices only"
-        )
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # the others do not clip, either
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=AdamW(rest, **ADAMW), config=config)
+    optimizer = AdamW(rest, **ADAMW)
+    if matrices:  # torch's Muon would get flat parts, so its own: another implementation
+        for param in module.parameters():
+            param.use_muon = any(param is matrix for matrix in matrices)  # type: ignore[attr-defined]
+        rates = {"lr": MUON["lr"], "muon_lr": MUON["lr"], "adam_lr": ADAMW["lr"]}
+        config["optimizer"] = {"type": "Muon", "params": rates}
+        optimizer = None
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        model_parameters=module.parameters() if optimizer is None else None,
+        config=config,
+    )
     zero = engine.optimizer
 
     def held_gradients() -> Iterable[Tensor]:
@@ -192,7 +214,7 @@ def fairscale(workload: Workload) -> Trainee:
 
     module = workload.model()
     made = one_per_class(workload, module, OSS)
-    wrapped = ShardedDataParallel(module, made)
+    wrapped = ShardedDataParallel(module, made, broadcast_buffers=False)
     holders = [optimizer.optim for optimizer in made]
     # Its buckets are not cleared by the optimizers' own zero_grad: old gradients would be added.
     return plain_trainee(wrapped, made, holders, clears_by_module=True)
@@ -210,18 +232,13 @@ def ours(workload: Workload, module: nn.Module, views: bool = True, **attach: An
     if matrices:
         groups.insert(0, {"params": matrices, "optimizer_class": torch.optim.Muon, **MUON})
     optimizer = ZeroRedundancyOptimizer(groups, AdamW, parameters_as_bucket_view=views, **ADAMW)
-    is_ddp = isinstance(module, DistributedDataParallel)
-    buckets = total_bytes(module) if is_ddp else 0
-    trainee = plain_trainee(module, [optimizer], buckets=buckets)
+    trainee = plain_trainee(module, [optimizer])
     if attach:
         optimizer.attach(module, **attach)
+        buckets = bucket_bytes(module)
         trainee.gradient_bytes = lambda: optimizer.memory_report().gradients + buckets
         trainee.finish = optimizer.wait
     return trainee
-
-
-def under_ddp(workload: Workload) -> DistributedDataParallel:
-    return DistributedDataParallel(workload.model())
 
 
 # ---------------------------------------------------------------------- all of them
@@ -233,6 +250,7 @@ NARROW: dict[str, Any] = {"reduce_dtype": torch.bfloat16}
 OURS = (
     Method("onecopy", "onecopy", lambda w: ours(w, under_ddp(w))),
     Method("onecopy, no bucket views", "onecopy", lambda w: ours(w, under_ddp(w), views=False)),
+    Method("onecopy, both kinds of views", "onecopy", lambda w: ours(w, under_ddp(w, views=True))),
     Method("onecopy attached to DDP", "onecopy", lambda w: ours(w, under_ddp(w), **EAGER)),
     Method("onecopy attached", "onecopy", lambda w: ours(w, w.model(), **EAGER)),
     Method("onecopy attached, lazy gather", "onecopy", lambda w: ours(w, w.model(), **LAZY)),
@@ -247,6 +265,7 @@ METHODS = {
         Method("DDP, foreach AdamW", "torch", lambda w: ddp(w, lr=ADAMW["lr"], foreach=True)),
         Method("torch", "torch", lambda w: torchs_class(w, views=False)),
         Method(TORCHS, "torch", lambda w: torchs_class(w, views=True)),
+        Method("torch, both kinds of views", "torch", lambda w: torchs_class(w, True, True)),
         Method("FSDP2", "torch", lambda w: fsdp2(w, reshard=True), keeps_whole_parameters=False),
         Method(
             "FSDP2, no resharding",

@@ -26,16 +26,22 @@ This page is written by `make bench` (a few minutes) or `make bench FULL=1` (eve
 with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that left the quartiles of the
 run before are printed.
 
-Every method trains the same model on the same batches with the same fused AdamW, in processes of its own. All are alive side by
-side and take turns, another one begins each round, and ratios are taken within a round, so what else the machine does meets all of
-them alike. Bytes are the kernel's counters of the network device, memory is that of the process. Losses agree to the digits that
-the order of sums leaves; a method whose loss differs trains something else. One that cannot run is listed with its error.
+Every method trains the same model on the same batches with the same fused AdamW, in processes of its own, one thread each. All are
+alive side by side and take turns in an order that is drawn anew for each round, and ratios are taken within a round, so what else
+the machine does meets all of them alike. Bytes are the kernel's counters of the network device (on loopback whatever else uses it
+counts, too), memory is that of the process. Losses agree to the digits that the order of sums leaves; a method whose loss differs
+trains something else, is marked, and no goal is judged by it. One that cannot run is listed with its error. Cables of 1 and 10 Gbit/s are emulated between two network
+namespaces, for the language models and, at 1 Gbit/s, for the others.
 
 - **DDP**: `DistributedDataParallel` and the unsharded class, as most people run it; also with `gradient_as_bucket_view`, and with the
-  foreach instead of the fused implementation.
-- **torch**: `torch.distributed.optim.ZeroRedundancyOptimizer` under DDP, with and without `parameters_as_bucket_view`.
-- **FSDP2**: `fully_shard` of each block and of the root, with `reshard_after_forward` or without. It shards the parameters, too.
-- **DeepSpeed** ZeRO-1 and ZeRO-2 on its CPU accelerator, default options, the same torch optimizer. Its state includes a second copy of
+  foreach instead of the fused implementation. Buffers are not broadcast in every forward (`broadcast_buffers=False`): none of the
+  others does that.
+- **torch**: `torch.distributed.optim.ZeroRedundancyOptimizer` under DDP, with and without `parameters_as_bucket_view`, and with DDP's
+  `gradient_as_bucket_view` besides.
+- **FSDP2**: `fully_shard` of each block and of the root, with `reshard_after_forward` or without. It shards the parameters, too. A model
+  without blocks is one unit, which is the root, and stays gathered either way.
+- **DeepSpeed** ZeRO-1 and ZeRO-2 on its CPU accelerator, the same torch optimizer, no clipping. Muon is its own implementation. The first time on a machine it
+  compiles an extension, which counts as building. Its state includes a second copy of
   the rank's parameters, which it keeps in float32 whatever they are.
 - **fairscale**: `OSS` and `ShardedDataParallel`.
 - **onecopy**: drop-in under DDP, with bucket views or without; attached to DDP; attached to the bare module; the same with the gather of
@@ -46,8 +52,13 @@ No GPU was here. These are CPU processes and gloo, and say what the algorithms c
 
 
 def write(
-    description: Mapping[str, str], tables: Sequence[Table], other: Sequence[Cost], rounds: int
+    description: Mapping[str, str],
+    tables: Sequence[Table],
+    headline: Sequence[Table],
+    other: Sequence[Cost],
+    rounds: int,
 ) -> None:
+    """``headline``: the tables that the README shows."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     for old in PICTURES.glob("*.svg"):
         old.unlink()
@@ -57,13 +68,15 @@ def write(
     PAGE.write_text("\n".join(sections))
     before, rest = README.read_text().split(_BEGIN)
     _, after = rest.split(_END)
-    README.write_text(f"{before}{_BEGIN}{summary(tables)}{_END}{after}")
+    README.write_text(f"{before}{_BEGIN}{summary(headline)}{_END}{after}")
 
 
 def summary(tables: Sequence[Table]) -> str:
     """A column for each table, a line for each method, and its peak memory in the first table."""
     shown = [table for table in tables if table.rows]
     heads = [f"{table.workload}, {table.ranks} ranks, {table.wire}" for table in shown]
+    if not shown:
+        return ""
     first = shown[0]
     lines = [
         "| " + " | ".join(["", *heads, f"MB ({heads[0]})"]) + " |",
@@ -78,7 +91,9 @@ def summary(tables: Sequence[Table]) -> str:
 
 
 def _ratio(row: Row) -> str:
-    return "cannot" if row.of_ddp is None else f"{row.of_ddp.middle:.2f}"
+    if row.error is not None:
+        return "cannot"
+    return "" if row.of_ddp is None else f"{row.of_ddp.middle:.2f}"
 
 
 def _machine(description: Mapping[str, str], rounds: int) -> str:
@@ -90,16 +105,22 @@ def _machine(description: Mapping[str, str], rounds: int) -> str:
 def _goals(found: Sequence[Verdict]) -> str:
     lines = ["| | where | goal | measured | |", "|---|---|--:|--:|---|"]
     for verdict in found:
-        state = "reached" if verdict.holds else f"missed by {verdict.measured - verdict.limit:.3f}"
+        measured = "" if verdict.measured is None else f"{verdict.measured:.3f}"
         lines.append(
-            f"| {verdict.claim} | {verdict.where} | {verdict.limit:g} | {verdict.measured:.3f} | "
-            f"{state} |"
+            f"| {verdict.claim} | {verdict.where} | {verdict.limit:g} | {measured} | "
+            f"{_outcome(verdict)} |"
         )
     reached = sum(verdict.holds for verdict in found)
     return (
         "## Goals\n\nRatios that must not be exceeded; medians, so the quartiles below say how sure "
         f"they are. {reached} of {len(found)} are reached.\n\n" + "\n".join(lines) + "\n"
     )
+
+
+def _outcome(verdict: Verdict) -> str:
+    if verdict.measured is None:
+        return "did not run"
+    return "reached" if verdict.holds else f"missed by {verdict.measured - verdict.limit:.3f}"
 
 
 def _section(table: Table) -> str:

@@ -1,16 +1,37 @@
-"""A progress bar on a terminal; a line per job elsewhere, so that logs stay readable."""
+"""A long program's manners: it shows how far it is, and cleans up however it ends."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 
 _WIDTH = 24
 
 
+@contextlib.contextmanager
+def ends_by_exception() -> Iterator[None]:
+    """Let `kill` and a closed terminal end the program as Ctrl-C does: it cleans up behind it."""
+
+    def stop(*_: object) -> None:
+        sys.exit("terminated")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Progress:
-    """``tick(text)`` is called before each of ``total`` pieces of work."""
+    """A bar on a terminal; a line per job elsewhere, so that logs stay readable.
+
+    ``tick(text)`` is called before each of ``total`` pieces of work.
+    """
 
     def __init__(self, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0

@@ -29,7 +29,7 @@ class Memory(NamedTuple):
 
     state: int
     gradients: int
-    peak: int  # growth of the process, model included
+    peak: int  # growth of the process during a step, once warm; model included
 
 
 class Spread(NamedTuple):
@@ -85,6 +85,11 @@ class Table:
     rows: tuple[Row, ...] = ()
     skipped: str | None = None  # why there are no rows
 
+    def trains_alike(self, row: Row) -> bool:
+        """Whether a method's loss is DDP's, but for the order of sums: else it does other work."""
+        ddp = self.row("DDP")
+        return ddp is None or abs(row.loss - ddp.loss) <= 5e-5 * abs(ddp.loss)
+
     @property
     def heading(self) -> str:
         return f"{self.title}; {self.ranks} ranks, {self.wire}"
@@ -101,6 +106,13 @@ class Samples:
     memory: list[Memory] = field(default_factory=list)
     construction: float = 0.0
     error: str | None = None
+
+    def add(self, other: Samples) -> None:
+        """The same method in another heat."""
+        self.rounds += other.rounds
+        self.memory += other.memory
+        self.construction = max(self.construction, other.construction)
+        self.error = self.error or other.error
 
     def seconds(self) -> list[float]:
         return [max(turn.seconds for turn in ranks) for ranks in self.rounds]

@@ -13,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -82,11 +85,14 @@ class Team:
         return f"rank {rank} ended with exit code {self.processes[rank].exitcode}{last}"
 
     def end(self) -> None:
+        for connection in self.connections:
+            connection.close()  # a rank that waits for orders ends by that
+        patience = time.monotonic() + 5
         for process in self.processes:
+            process.join(max(0.0, patience - time.monotonic()))
             process.kill()
             process.join()
-        for connection in self.connections:
-            connection.close()
+        self.processes, self.connections = [], []
 
 
 @contextlib.contextmanager
@@ -94,6 +100,7 @@ def team(
     method: str, workload: Workload, world: int, wire: Wire = LOOPBACK, source: Path | None = None
 ) -> Iterator[Team]:
     """``source`` is a directory to import onecopy from, instead of the installed one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all methods run on the CPU
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "workloads"])
     found = Team(method)
@@ -137,7 +144,7 @@ def _be_rank(place: _Place, method: str, workload: str, parent: Connection) -> N
         with _joined(place):
             from methods import METHODS
 
-            _work(_Worker(METHODS[method].build, WORKLOADS[workload], place.wire), parent)
+            _work(_Worker(METHODS[method], WORKLOADS[workload], place.wire), parent)
     except EOFError:
         pass  # the program that gave turns has ended
     except BaseException as error:
@@ -158,10 +165,13 @@ def _joined(place: _Place) -> Iterator[None]:
     place.wire.enter(place.rank, place.world)
     numbers = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     torch.set_num_threads(1)
     store = dist.FileStore(f"{place.directory}/store", place.world)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+    patience = timedelta(seconds=PATIENCE)
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.world, timeout=patience
+    )
     yield
 
 
@@ -174,29 +184,34 @@ def _work(worker: _Worker, parent: Connection) -> None:
 class _Worker:
     """One rank of a method: its public methods are the orders that it takes."""
 
-    def __init__(self, build: Callable[[Workload], Any], workload: Workload, wire: Wire) -> None:
-        self._build, self._workload, self._wire = build, workload, wire
+    def __init__(self, method: Any, workload: Workload, wire: Wire) -> None:
+        self._method, self._workload, self._wire = method, workload, wire
         self._batches = torch.Generator().manual_seed(dist.get_rank())
 
     def build(self) -> float:
         """Seconds."""
-        self._workload.model()  # first use of code: not what a method takes
+        # First use of code, and imports: not what a method takes.
+        self._workload.model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for module in self._method.modules:
+                importlib.import_module(module)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self._resident = resident("VmRSS")
         dist.barrier()
         start = time.perf_counter()
-        self._trainee = self._build(self._workload)
+        self._trainee = self._method.build(self._workload)
         dist.barrier()
         return time.perf_counter() - start
 
     def train(self, steps: int) -> Turn:
         trainee, clock = self._trainee, time.perf_counter
         forward = backward = step = 0.0
+        batches = [self._workload.batch(self._batches) for _ in range(steps)]
         dist.barrier()
         sent, begin = self._wire.bytes_sent(), clock()
-        for _ in range(steps):
-            batch = self._workload.batch(self._batches)
+        for batch in batches:
             start = clock()
             loss = trainee.forward(batch)
             after_forward = clock()
@@ -206,7 +221,9 @@ class _Worker:
             forward += after_forward - start
             backward += after_backward - after_forward
             step += clock() - after_backward
+        before_the_end = clock()
         trainee.finish()
+        step += clock() - before_the_end
         dist.barrier()
         seconds, sent = clock() - begin, self._wire.bytes_sent() - sent
         return Turn(
