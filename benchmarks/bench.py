@@ -9,7 +9,7 @@ network namespaces over a cable of 1 or 10 Gbit/s, if this is root. Bytes are th
 The tables are printed, kept in docs/benchmarks/bench.json, and written with plots into
 docs/benchmarks.md, where a run that differs from the one before shows as a diff.
 
-    make bench                                              # a few minutes
+    make bench                                              # some ten minutes on two cores
     make bench FULL=1                                       # everything: an hour or two
     .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy
 """
@@ -37,8 +37,8 @@ from results import Table, table_from_json, to_json
 from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
-QUICK_ROUNDS, FULL_ROUNDS = 5, 9
-# In a quick run one table has all methods, and the others these, which fit into one heat.
+QUICK_ROUNDS, FULL_ROUNDS = 3, 9
+# The methods of a quick run, which fit into one heat.
 CORE = (
     *REFERENCES,
     *("FSDP2", "DeepSpeed ZeRO-1", "fairscale OSS"),
@@ -61,8 +61,7 @@ class Wanted:
 
 
 QUICK = (
-    Wanted("gpt-short", 2),
-    *(Wanted(name, 2, methods=CORE) for name in ("gpt", "tiny", "conv", "muon")),
+    *(Wanted(name, 2, methods=CORE) for name in WORKLOADS),
     Wanted("gpt-short", 4, methods=CORE),
     Wanted("gpt-short", 2, gbit=1, methods=CORE),
 )

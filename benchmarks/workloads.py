@@ -170,9 +170,9 @@ _SMALL = GPTConfig(8192, 64, width=128, heads=4, layers=4, tied=False)
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _gpt_workload("gpt", "computes more than it sends", _large(64), batch=2, steps=3),
-        _gpt_workload("gpt-short", "sends more than it computes", _large(16), batch=1, steps=4),
-        Workload("tiny", "1,000 tensors of 256 elements", 15, Tiny, _vectors),
+        _gpt_workload("gpt", "computes more than it sends", _large(64), batch=2, steps=2),
+        _gpt_workload("gpt-short", "sends more than it computes", _large(16), batch=1, steps=3),
+        Workload("tiny", "1,000 tensors of 256 elements", 8, Tiny, _vectors),
         Workload("conv", "ResNet, 11 M parameters, 4 images", 3, ResNet, _images, units=_blocks),
         _gpt_workload(
             "muon", "Muon + AdamW", _SMALL, batch=2, steps=2, is_matrix=_is_matrix_of_a_block
