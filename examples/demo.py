@@ -243,8 +243,8 @@ TRACED_STEPS = 3, 5  # the first ones allocate buffers
 
 
 def onecopy_in_small_buckets(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    """Attached, with a forward that begins before the parameters have arrived. By default all of
-    this small model would be one bucket."""
+    """Attached, with a forward that begins before the parameters have arrived. By default
+    this small model would have two buckets."""
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), AdamW, parameters_as_bucket_view=True, bucket_mb=1, **ADAMW
     )

@@ -137,7 +137,7 @@ def _demand(buffer: _Buffer, plan: Plan, bucket: int, ways: Ways) -> None:
         for rank, (start, stop) in owned_ranges(plan, bucket).items():
             buffer.demand_on(rank, (stop - start) * others)
         return
-    summed_by_backend = ways.equal_slots and plan.has_equal_slots(bucket)
+    summed_by_backend = ways.equal_slots and plan.has_equal_slots(bucket) and others > 0
     each = equal_part(plan, bucket)
     buffer.demand(each if summed_by_backend else each * others)
     unit = plan.streams[plan.buckets[bucket].stream].unit

@@ -77,8 +77,8 @@ class Lane:
     @property
     def room(self) -> int:
         """Elements of staging for what comes from the other ranks."""
-        mine = self.slot.numel()
-        return mine if self.has_equal_slots else mine * (len(self.ranges) - 1)
+        mine, others = self.slot.numel(), len(self.ranges) - 1
+        return mine if self.has_equal_slots and others else mine * others
 
     def settle(
         self, plan: Plan, params: Sequence[torch.Tensor], outgoing: Staging, incoming: Staging

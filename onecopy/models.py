@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from onecopy.presets import PRESETS
 
 # Names of matrices that Muon and its like are not meant for: inputs and outputs of the network.
-_ENDS_OF_A_NETWORK = re.compile(r"embed|wte|wpe|head", re.IGNORECASE)
+_ENDS_OF_A_NETWORK = re.compile(r"embed|wte|wpe|(^|[._])(lm_)?head([._]|$)", re.IGNORECASE)
 
 
 class BadArgument(Exception):
@@ -96,7 +96,7 @@ def _from_config(path: Path) -> Any:
             f"{file} needs the transformers package to be understood: pip install transformers"
         ) from error
     try:
-        found = transformers.AutoConfig.from_pretrained(str(file))
+        found = transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
         named = (config.get("architectures") or [None])[0]
         cls = getattr(transformers, str(named), None)
         with torch.device("meta"):

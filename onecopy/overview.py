@@ -14,6 +14,7 @@ from onecopy.estimating import Estimate
 from onecopy.kinds import Kind
 from onecopy.plan import Plan
 from onecopy.version import __version__
+from onecopy.words import counted
 
 # More pieces than this are not listed: nobody reads them, and a billion would fill a disk.
 LISTED_PIECES = 20_000
@@ -170,16 +171,27 @@ def training_in_words(estimate: Estimate) -> str:
     subject = estimate.subject
     dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in subject.params)
     frozen = len(subject.params) - len(subject.trained)
+    kinds = [*dtypes, *([f"{frozen} of them frozen"] if frozen else [])]
     words = [
-        f"{sum(param.numel for param in subject.params):,} parameters in {len(subject.params)} "
-        f"tensors ({', '.join(dtypes)}{f', {frozen} of them frozen' if frozen else ''})",
+        f"{sum(param.numel for param in subject.params):,} parameters in "
+        f"{counted(len(subject.params), 'tensor')} ({', '.join(kinds)})",
         " and ".join(cls.__name__ for cls in subject.classes),
     ]
-    if subject.master_dtype is not None:
+    if any(subject.master_bytes(i) for i in subject.trained):
         words[-1] += f" on {str(subject.master_dtype).removeprefix('torch.')} master copies"
     words.append(_mode(estimate))
     words.append(estimate.setting.backend)
     return ", ".join(words)
+
+
+def notes_on_peers(estimate: Estimate) -> list[str]:
+    """What must be known to compare with them."""
+    notes = [
+        "DDP and the ZeRO stages are formulas, without the buffers that they have besides; DDP "
+        "keeps a second copy of all gradients, alone or with an optimizer that is not attached, "
+        "unless gradient_as_bucket_view=True."
+    ]
+    return notes + [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
 
 
 def _mode(estimate: Estimate) -> str:

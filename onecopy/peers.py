@@ -60,16 +60,16 @@ def _ddp(totals: _Totals, world: int) -> Peer:
 def _zero_stages(totals: _Totals, world: int) -> tuple[Peer, Peer]:
     gradients, masters = -(-totals.gradients // world), -(-totals.masters // world)
     state = {key: -(-count // world) for key, count in totals.state.items()}
-    frozen = totals.parameters - totals.trained
     reduce = evenly("reduce-scatter", totals.gradients, world)
-    gather = evenly("all-gather", totals.trained, world)
+    updated = evenly("all-gather", totals.trained, world)
+    everything = evenly("all-gather", totals.parameters, world)  # frozen ones are sharded, too
     second = _memory(totals, gradients, state, masters)
     third = MemoryReport(
-        frozen + -(-totals.trained // world), gradients, state, masters, staging=0, ddp_buckets=0
+        -(-totals.parameters // world), gradients, state, masters, staging=0, ddp_buckets=0
     )
     return (
-        Peer("ZeRO-2", second, Wire(world, (reduce, gather))),
-        Peer("ZeRO-3", third, Wire(world, (reduce, gather, gather))),
+        Peer("ZeRO-2", second, Wire(world, (reduce, updated))),
+        Peer("ZeRO-3", third, Wire(world, (reduce, everything, everything))),
     )
 
 
@@ -85,7 +85,8 @@ def _torchs_class(subject: Subject, totals: _Totals, world: int) -> Peer:
     fullest = max(state, key=lambda of_rank: sum(of_rank.values()))
     broadcasts = from_owners("broadcasts", sent, len(owners), direct=False)
     wire = Wire(world, (all_reduce(totals.gradients, world), broadcasts))
-    note = "keeps no master copies" if totals.masters else ""
+    note = "keeps no master copies, and state in the dtype of the parameters"
+    note = note if totals.masters else ""
     return Peer("torch's class", _memory(totals, totals.gradients, fullest, 0), wire, note)
 
 
@@ -102,10 +103,11 @@ def torchs_owners(subject: Subject, world: int) -> list[int]:
 
 
 def torchs_loads(subject: Subject, world: int) -> list[int]:
-    """Elements of every rank under torch's partition."""
+    """Elements that every rank updates under torch's partition, which counts frozen ones, too."""
     loads = [0] * world
-    for param, owner in enumerate(torchs_owners(subject, world)):
-        loads[owner] += subject.params[param].numel
+    owners = torchs_owners(subject, world)
+    for param in subject.trained:
+        loads[owners[param]] += subject.params[param].numel
     return loads
 
 

@@ -107,10 +107,14 @@ class Run:
         steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
         return f"{steps} on {counted(self.world_size, 'rank')}"
 
+    @property
+    def is_attached(self) -> bool:
+        return self.traces[0].is_attached
+
     def in_words(self) -> str:
         """What was run: ``AdamW, attached, gloo``."""
         first = self.traces[0]
-        mode = "attached" if first.is_attached else "drop-in"
+        mode = "attached" if self.is_attached else "drop-in"
         words = [" and ".join(first.classes), mode, first.backend]
         if len(self.traces) != self.world_size:
             words.append(f"traces of {counted(len(self.traces), 'rank')}")

@@ -247,7 +247,9 @@ def test_frozen_parameters_are_held_and_nothing_more() -> None:
     found = estimate(model, AdamW, 1)
     assert found.fullest.parameters == 4 * everything
     assert found.fullest.state["exp_avg"] == found.fullest.gradients == 4 * (everything - frozen)
-    assert by_name(found)["ZeRO-3"].parameters == 4 * everything
+    of_four = by_name(estimate(model, AdamW, 4))
+    assert of_four["ZeRO-2"].parameters == 4 * everything
+    assert of_four["ZeRO-3"].parameters == everything  # the frozen ones are sharded, too
 
 
 def test_several_classes_have_no_equal_in_torchs() -> None:

@@ -38,13 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BadArgument as error:
         return _complain(error, 2)
-    except (Failure, ValueError, TypeError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            _abandon_output()
-            return 1
+    except BrokenPipeError:  # `| head` has seen enough
+        _abandon_output()
+        return 1
+    except (Failure, ValueError, OSError) as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return 130
+    except Exception as error:  # of the model or the optimizer class, which are not ours
+        what = getattr(arguments, "optimizer", None)
+        tried = f"trying {arguments.model} with {what} and its options: " if what else ""
+        return _complain(f"{tried}{type(error).__name__}: {error}", 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _complain(error: Exception, code: int) -> int:
+def _complain(error: Exception | str, code: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
     print(f"onecopy: {text}", file=sys.stderr)
     return code

@@ -65,7 +65,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_option,
         metavar="KEY=VALUE",
-        help="an option of the class, e.g. momentum=0.9; may be repeated",
+        help="an option of the class (of two: the second), e.g. momentum=0.9; may be repeated",
     )
     add("--dtype", type=dtype_of, help="of the parameters: fp32, bf16, fp16 (default: the model's)")
     add("--master", type=dtype_of, help="keep sharded master copies, e.g. fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from onecopy.cli.arguments import (
 )
 from onecopy.estimating import Estimate
 from onecopy.models import BadArgument
-from onecopy.overview import training_in_words
+from onecopy.overview import notes_on_peers, training_in_words
 from onecopy.peers import Peer
 from onecopy.words import counted, in_bytes, in_seconds, part_in_words, table
 
@@ -116,20 +117,15 @@ def _balance(columns: Columns) -> str:
 
 
 def _notes(estimate: Estimate, timed: bool) -> str:
-    notes = [
-        "Activations are not counted. DDP and the ZeRO stages are formulas, without the",
-        "buffers that they have besides; DDP keeps a second copy of all gradients, alone or",
-        "with an optimizer that is not attached, unless gradient_as_bucket_view=True.",
-    ]
-    notes += [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
+    notes = ["Activations are not counted.", *notes_on_peers(estimate)]
     if len(estimate.subject.classes) > 1:
         notes.append("torch's class can run one optimizer class only.")
     if timed:
-        notes += [
-            "Times are those of the alpha-beta model: log2(ranks) latencies for each collective",
-            "and the bytes at full bandwidth, with nothing hidden behind computation.",
-        ]
-    return "\n".join(notes)
+        notes.append(
+            "Times are those of the alpha-beta model: log2(ranks) latencies for each collective "
+            "and the bytes at full bandwidth, with nothing hidden behind computation."
+        )
+    return textwrap.fill(" ".join(notes), 86)
 
 
 def _with_time(estimate: Estimate, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from onecopy.estimating import Estimate
 from onecopy.models import BadArgument
 from onecopy.overview import as_json, param_rows, rank_rows, training_in_words
 from onecopy.report.plan_page import plan_page
-from onecopy.words import in_bytes, ranks_in_words, table
+from onecopy.words import counted, in_bytes, ranks_in_words, table
 
 _DETAILS = """\
 Who owns what: the plan that the optimizer would make, with the bytes that each rank holds.
@@ -66,12 +66,13 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def _balance(estimate: Estimate) -> str:
-    plan = estimate.plan
+    plan, torchs = estimate.plan, ""
+    if len(estimate.subject.classes) == 1:  # it can run one class only
+        torchs = f" (torch's class: {estimate.torchs_imbalance:.3f})"
     return (
-        f"{len(plan.buckets)} buckets of at most {in_bytes(plan.bucket_bytes)}, "
-        f"{sum(estimate.pieces):,} pieces\n"
-        f"elements on the fullest rank / even share: {estimate.imbalance:.3f} "
-        f"(torch's class: {estimate.torchs_imbalance:.3f})"
+        f"{counted(len(plan.buckets), 'bucket')} of at most {in_bytes(plan.bucket_bytes)}, "
+        f"{counted(sum(estimate.pieces), 'piece')}\n"
+        f"elements on the fullest rank / even share: {estimate.imbalance:.3f}{torchs}"
     )
 
 

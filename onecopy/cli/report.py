@@ -47,5 +47,6 @@ def run(arguments: argparse.Namespace) -> str:
     blocks.append(
         "Times are of one step, under the profiler; of a bucket in the mean over the ranks.\n"
         "Hidden times are upper bounds. On accelerators look at the traces themselves."
+        + ("" if found.is_attached else "\nDDP's all-reduce is not ours, and not counted.")
     )
     return "\n\n".join(blocks)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from onecopy.estimating import Estimate
 from onecopy.kinds import Kind
-from onecopy.overview import param_rows, rank_rows, training_in_words
+from onecopy.overview import notes_on_peers, param_rows, rank_rows, training_in_words
 from onecopy.peers import torchs_loads
 from onecopy.report.charts import (
     Column,
@@ -94,9 +94,7 @@ def _memory(estimate: Estimate) -> str:
 
 
 def _about_peers(estimate: Estimate) -> str:
-    notes = ["DDP and the ZeRO stages are formulas, without the buffers that they have besides."]
-    notes += [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
-    return " ".join(notes)
+    return " ".join(notes_on_peers(estimate))
 
 
 # -------------------------------------------------------------------------- the balance
@@ -185,8 +183,8 @@ def _facts(estimate: Estimate) -> str:
     whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
     return (
         f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
-        f"{whole or 'none'} of them kept whole; {len(plan.buckets):,} buckets of at most "
-        f"{in_bytes(plan.bucket_bytes)}; {sum(estimate.pieces):,} pieces."
+        f"{whole or 'none'} of them kept whole; {counted(len(plan.buckets), 'bucket')} of at most "
+        f"{in_bytes(plan.bucket_bytes)}; {counted(sum(estimate.pieces), 'piece')}."
     )
 
 

@@ -51,9 +51,10 @@ def _key_figures(run: Run) -> str:
             ),
             ("hidden, of a step", in_seconds(hidden * _US), "at most; mean of the ranks"),
             (
-                "sent per rank and step",
+                "sent per rank and step" if run.is_attached else "sent by the optimizer",
                 in_bytes(max(trace.sent_per_step for trace in run.traces)),
-                counted(len(run.bucket_numbers), "bucket"),
+                counted(len(run.bucket_numbers), "bucket")
+                + ("" if run.is_attached else "; DDP's all-reduce not counted"),
             ),
             (
                 "on the fullest rank",
