@@ -64,7 +64,8 @@ def write(
         old.unlink()
     sections = [_OPENING, _machine(description, rounds), _goals(verdicts(tables))]
     sections += [_section(table) for table in tables]
-    sections += ["## Other costs\n", *(_cost(cost) for cost in other)]
+    if other:
+        sections += ["## Other costs\n", *(_cost(cost) for cost in other)]
     PAGE.write_text("\n".join(sections))
     before, rest = README.read_text().split(_BEGIN)
     _, after = rest.split(_END)
