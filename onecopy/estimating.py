@@ -19,7 +19,7 @@ from onecopy.demand import ReduceStaging, Ways, gather_staging
 from onecopy.kinds import Kind
 from onecopy.memory import MemoryReport
 from onecopy.peers import Peer, peers_of, torchs_loads
-from onecopy.pieces import grad_dtype, updated_in
+from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import Plan
 from onecopy.recipes import Recipe
 from onecopy.subject import Subject
@@ -178,8 +178,7 @@ class Estimate:
         found = []
         for stream, slots in zip(self.plan.streams, slot_elements(self.plan), strict=True):
             param = self.subject.tensor(stream.params[0])
-            wide = updated_in(param.dtype, self.subject.master_dtype)
-            dtype = grad_dtype(param) if wide == param.dtype else wide
+            dtype = gradient_held_in(param, self.subject.master_dtype)
             found.append([count * dtype.itemsize for count in slots])
         return found
 

@@ -135,6 +135,14 @@ def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
     return first.device if isinstance(first, torch.Tensor) else None
 
 
+def checks_steps(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks are compared in every step."""
+    asked = environment.get("ONECOPY_CHECK", "")
+    if asked not in ("", "step"):
+        raise ValueError(f'ONECOPY_CHECK={asked}: expected "step", or nothing')
+    return asked == "step"
+
+
 def check_options(check_every: int | None, master_dtype: Any) -> None:
     if check_every is not None and check_every < 1:
         raise ValueError(f"check_every must be a positive number of steps, got {check_every}")

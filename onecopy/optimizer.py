@@ -23,7 +23,14 @@ from onecopy.agreement import agree, require_agreement
 from onecopy.attaching import Attaches
 from onecopy.full_state import FullState
 from onecopy.inner import OwnedState, Replay
-from onecopy.intake import as_groups, check_options, check_tensors, first_device, take_in
+from onecopy.intake import (
+    as_groups,
+    check_options,
+    check_tensors,
+    checks_steps,
+    first_device,
+    take_in,
+)
 from onecopy.join import Party, Turn, follow_lender, lend_gradients
 from onecopy.joining import Joins
 from onecopy.keeping import KeepsState
@@ -104,7 +111,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
         self._check_every = check_every
-        self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
+        self._check_steps = False
         self._steps = 0
         self._policies = Policies(
             optimizer_class, partition, self.world_size > 1, defaults, master_dtype
@@ -117,6 +124,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             if refusal is not None:
                 raise refusal
             check_options(check_every, master_dtype)
+            self._check_steps = checks_steps(os.environ)
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})

@@ -52,6 +52,8 @@ class Order:
     def from_environment(cls, environment: Mapping[str, str]) -> Order | None:
         directory = environment.get(DIRECTORY)
         if not directory:
+            if STEPS in environment:
+                raise ValueError(f"{STEPS} has no effect without {DIRECTORY}=directory")
             return None
         steps = environment.get(STEPS, _DEFAULT_STEPS)
         match = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", steps)

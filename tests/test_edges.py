@@ -158,6 +158,14 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x)).square().mean()
 
 
+@distributed(1, 2)
+def test_a_check_that_does_not_exist_is_refused_on_all_ranks(world: World) -> None:
+    if world.rank == world.size - 1:
+        os.environ["ONECOPY_CHECK"] = "steps"
+    with pytest.raises((ValueError, RanksDisagree), match='ONECOPY_CHECK=steps: expected "step"'):
+        ZeroRedundancyOptimizer(TwoLayers().parameters(), torch.optim.SGD, lr=0.1)
+
+
 @distributed(2, 3)
 def test_a_scheduler_under_join_is_no_disagreement(world: World) -> None:
     os.environ["ONECOPY_CHECK"] = "step"

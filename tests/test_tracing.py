@@ -31,7 +31,8 @@ from onecopy.tracing import Order
 def test_nothing_is_asked_for_unless_the_variable_is_set() -> None:
     assert Order.from_environment({}) is None
     assert Order.from_environment({"ONECOPY_TRACE": ""}) is None
-    assert Order.from_environment({"ONECOPY_TRACE_STEPS": "nonsense"}) is None
+    with pytest.raises(ValueError, match="ONECOPY_TRACE_STEPS has no effect without"):
+        Order.from_environment({"ONECOPY_TRACE_STEPS": "3-5"})
 
 
 def test_the_third_to_the_fifth_step_unless_others_are_named() -> None:
@@ -146,7 +147,7 @@ def test_bad_steps_are_refused_on_all_ranks(
     ask_for(tmp_path, "5-3" if world.rank in wrong else "3-5")
     with pytest.raises(ValueError, match="ONECOPY_TRACE_STEPS=5-3: expected the first and"):
         Training(world)
-    del os.environ["ONECOPY_TRACE"]
+    del os.environ["ONECOPY_TRACE"], os.environ["ONECOPY_TRACE_STEPS"]
     Training(world).go_on(1)
 
 

@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     try:
         arguments = _parser().parse_args(argv)
+    except BadArgument as error:
+        return _complain(error, 2)
+    try:
         print(arguments.run(arguments))
         sys.stdout.flush()
         return 0
