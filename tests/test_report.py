@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import doctest
-import json
 import re
-import shutil
 import subprocess
 from functools import cache
-from html import escape, unescape
-from html.parser import HTMLParser
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import CHROMIUM, Nesting, in_a_browser, in_browser, tips, widths_on_a_phone
 from torch.optim import SGD, AdamW
 
 import onecopy.report.plan_map
@@ -25,10 +23,6 @@ from onecopy.report.page import html_table, page
 from onecopy.report.plan_page import plan_page
 
 REPORT = Path(onecopy.report.plan_map.__file__).parent
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
 
 
 @cache
@@ -42,10 +36,6 @@ def huge_page() -> str:
         PRESETS["llama-3-405b"](), AdamW, 16384, dtype=torch.bfloat16, bucket_mb=400, attached=True
     )
     return plan_page(found, "llama-3-405b")
-
-
-def tips(html: str) -> list[str]:
-    return [unescape(tip) for tip in re.findall(r'data-tip="([^"]*)"', html)]
 
 
 # ------------------------------------------------------------------ what is on it
@@ -87,26 +77,6 @@ def test_a_huge_plan_is_drawn_in_groups() -> None:
     assert all("of it (even would be 6.2%)" in tip for tip in groups if " · " in tip)
     assert "model.embed_tokens.weight" in groups[0]
     assert "lm_head.weight" in groups[-1]
-
-
-class Nesting(HTMLParser):
-    """Every tag is closed, in order."""
-
-    VOID = frozenset({"meta", "link"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, _: Any) -> None:
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        """Closed at once, as in SVG."""
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", '" onload="x', "a & b", "déjà.0.w"])
@@ -188,26 +158,6 @@ def test_text_and_marks_stand_out(theme: str) -> None:
 # ------------------------------------------------------------------ in a real browser
 
 
-def in_browser(html: str, script: str, tmp_path: Path, *flags: str) -> Any:
-    """What a script finds out on a page. Returns the JSON of its result."""
-    file = tmp_path / "page.html"
-    report = f"<script>document.title = JSON.stringify((() => {{ {script} }})());</script>"
-    file.write_text(html.replace("</body>", f"{report}</body>"), encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900"),
-            *(f"--user-data-dir={tmp_path}/profile", *flags, "--dump-dom", file.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
-    assert title, done.stderr[-2000:]
-    return json.loads(unescape(title[1]))
-
-
 @in_a_browser
 def test_keys_clicks_and_the_pointer_show_what_a_mark_says(tmp_path: Path) -> None:
     script = """
@@ -253,15 +203,7 @@ def test_keys_clicks_and_the_pointer_show_what_a_mark_says(tmp_path: Path) -> No
 @in_a_browser
 @pytest.mark.parametrize("make", [gpt2_page, huge_page])
 def test_it_fits_a_phone(make: Any, tmp_path: Path) -> None:
-    """In a frame of 375 pixels: a headless window cannot be that narrow."""
-    frame = f'<iframe style="width:375px;height:900px" srcdoc="{escape(make())}"></iframe>'
-    script = """
-    const inner = document.querySelector("iframe").contentDocument.documentElement;
-    return [inner.clientWidth, inner.scrollWidth];
-    """
-    outer = f"<!doctype html><title></title><body>{frame}</body>"
-    waiting = f"onload = () => document.title = JSON.stringify((() => {{ {script} }})()); return 0;"
-    shown, needed = in_browser(outer, waiting, tmp_path)
+    shown, needed = widths_on_a_phone(make(), tmp_path)
     assert needed <= shown <= 375
 
 

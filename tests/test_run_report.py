@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import Nesting, in_a_browser, in_browser, tips
+from pages import Nesting, in_a_browser, in_browser, tips, widths_on_a_phone
 
 from onecopy.cli import main
 from onecopy.memory import MemoryReport
@@ -327,12 +327,5 @@ def test_keys_and_clicks_show_what_a_mark_says(tmp_path: Path) -> None:
 @in_a_browser
 def test_it_fits_a_phone(tmp_path: Path) -> None:
     html = run_page(recorded(tmp_path / "traces", 64, 40))
-    frame = f'<iframe style="width:375px;height:900px" srcdoc="{escape(html)}"></iframe>'
-    script = """
-    const inner = document.querySelector("iframe").contentDocument.documentElement;
-    return [inner.clientWidth, inner.scrollWidth];
-    """
-    outer = f"<!doctype html><title></title><body>{frame}</body>"
-    waiting = f"onload = () => document.title = JSON.stringify((() => {{ {script} }})()); return 0;"
-    shown, needed = in_browser(outer, waiting, tmp_path)
+    shown, needed = widths_on_a_phone(html, tmp_path)
     assert needed <= shown <= 375
