@@ -8,11 +8,12 @@ never depends on strides, and parameters keep theirs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from onecopy.neighbours import SharedMemory
 from onecopy.plan import Plan, Stream
 
 
@@ -107,6 +108,9 @@ class Copies:
         self.targets.append(target)
         self.sources.append(source)
 
+    def reversed(self) -> Copies:
+        return Copies(self.sources, self.targets)
+
     def run(self) -> None:
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
@@ -158,28 +162,50 @@ class FlatHomes:
         return self._flats[stream][start:stop] if self._complete[stream] else None
 
 
+_BufferKey = tuple[int, torch.dtype, torch.device]
+
+
 class Staging:
     """A few reusable buffers: as many as there are gathers in flight, each as large as needed.
 
     Fresh buffers of tens of megabytes would cost page faults in every step.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(
+        self, depth: int, memory_to_lend: Callable[[int], SharedMemory] | None = None
+    ) -> None:
+        """``memory_to_lend``: where buffers on the CPU come from that neighbours are to read."""
         self._depth = depth
-        self._sizes: dict[tuple[int, torch.dtype, torch.device], int] = {}
-        self._buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._memory_to_lend = memory_to_lend
+        self._sizes: dict[_BufferKey, int] = {}
+        self._buffers: dict[_BufferKey, torch.Tensor] = {}
+        self._lent: dict[_BufferKey, SharedMemory] = {}
 
     def demand(self, turn: int, numel: int, like: torch.Tensor) -> None:
         """Announce what ``reserve`` will ask for. All demands come before the first reserve."""
-        key = (turn % self._depth, like.dtype, like.device)
+        key = self._key(turn, like)
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
 
     def reserve(self, turn: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A buffer for the ``turn``-th gather; the one for ``turn + depth`` is the same memory."""
-        key = (turn % self._depth, like.dtype, like.device)
+        key = self._key(turn, like)
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros(self._sizes[key], dtype=like.dtype, device=like.device)
+            self._buffers[key] = self._allocate(key, like)
         return self._buffers[key][:numel]
+
+    def lender(self, turn: int, like: torch.Tensor) -> SharedMemory | None:
+        """The memory behind a buffer that was reserved, if neighbours can read it."""
+        return self._lent.get(self._key(turn, like))
+
+    def _allocate(self, key: _BufferKey, like: torch.Tensor) -> torch.Tensor:
+        numel = self._sizes[key]
+        if self._memory_to_lend is None or like.device.type != "cpu" or not numel:
+            return torch.zeros(numel, dtype=like.dtype, device=like.device)
+        self._lent[key] = self._memory_to_lend(numel * like.element_size())
+        return self._lent[key].data.view(like.dtype)
+
+    def _key(self, turn: int, like: torch.Tensor) -> _BufferKey:
+        return turn % self._depth, like.dtype, like.device
 
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.gatherer import IN_FLIGHT as GATHERS_IN_FLIGHT
+from onecopy.gatherer import LENT as GATHERS_LENT
 from onecopy.gatherer import WORTH_ITS_OWN_MESSAGE
 from onecopy.kinds import Kind
+from onecopy.neighbours import worth_lending
 from onecopy.plan import Plan
 from onecopy.reducer import IN_FLIGHT as REDUCTIONS_IN_FLIGHT
+from onecopy.reducer import LENT as REDUCTIONS_LENT
 from onecopy.tally import equal_part, owned_ranges
 
 
@@ -25,23 +28,38 @@ class Ways:
     """How buckets travel: by what the backend does best, and what the user asked for."""
 
     equal_slots: bool  # the backend has a good all_gather and reduce_scatter; gloo has not
+    one_host: bool = False  # gloo: ranks read large parts in one another's memory
     in_place: bool = False  # parameters_as_bucket_view
     lazily: bool = False  # all gathers may be under way together
     is_dense: Callable[[int], bool] = lambda _: True  # a parameter, in memory
 
 
-def gather_staging(plan: Plan, ways: Ways) -> int:
-    """Bytes, on every rank, that gathers pass through."""
-    if plan.world_size == 1:
-        return 0
-    depth = max(GATHERS_IN_FLIGHT, len(plan.buckets)) if ways.lazily else GATHERS_IN_FLIGHT
-    buffers: dict[tuple[int, str, str], int] = {}
-    for turn, bucket in enumerate(plan.buckets):
-        stream = plan.streams[bucket.stream]
-        key = (turn % depth, stream.dtype, stream.device)
-        numbytes = staged_elements(plan, turn, ways) * stream.itemsize
-        buffers[key] = max(buffers.get(key, 0), numbytes)
-    return sum(buffers.values())
+class GatherStaging:
+    """Bytes that gathers pass through, by rank."""
+
+    def __init__(self, plan: Plan, ways: Ways) -> None:
+        self._copied: dict[_Key, int] = {}  # in bytes, on every rank
+        self._lent: dict[_Key, _Buffer] = {}
+        if plan.world_size == 1:
+            return
+        together = len(plan.buckets) if ways.lazily else 0
+        for turn, bucket in enumerate(plan.buckets):
+            stream = plan.streams[bucket.stream]
+            key = (turn % max(GATHERS_IN_FLIGHT, together), stream.device, stream.dtype)
+            copied = staged_elements(plan, turn, ways) * stream.itemsize
+            self._copied[key] = max(self._copied.get(key, 0), copied)
+            key = (turn % max(GATHERS_LENT, together), stream.device, stream.dtype)
+            if ways.one_host:
+                lent = self._lent.setdefault(key, _Buffer())
+                lent.demand_slots(plan, turn, _lent(stream.itemsize))
+
+    def on(self, rank: int) -> int:
+        return sum(self._copied.values()) + sum(b.on_rank(rank) for b in self._lent.values())
+
+
+def _lent(itemsize: int) -> Callable[[int], int]:
+    """Bytes of a slot of so many elements, if neighbours are to read it."""
+    return lambda numel: numel * itemsize if worth_lending(numel * itemsize) else 0
 
 
 def staged_elements(plan: Plan, bucket: int, ways: Ways) -> int:
@@ -62,6 +80,9 @@ def _packed_elements(plan: Plan, bucket: int, ways: Ways) -> int:
     itemsize = plan.streams[plan.buckets[bucket].stream].itemsize
     packed = 0
     for rank in _owners_of_several(plan, bucket, ways):
+        start, stop = plan.range_of(bucket, rank)
+        if ways.one_host and worth_lending((stop - start) * itemsize):
+            continue
         pieces = [piece for piece in plan.pieces_in(bucket, rank) if piece.numel]
         for piece in pieces:
             large = len(pieces) == 1 or piece.numel * itemsize >= WORTH_ITS_OWN_MESSAGE
@@ -94,52 +115,64 @@ def _ends(plan: Plan, bucket: int) -> tuple[int, int]:
     return plan.buckets[bucket].start, plan.buckets[bucket].stop
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """Elements that a buffer needs: on every rank, and on some more."""
-
-    everywhere: int = 0
-    on: dict[int, int] = field(default_factory=dict)
-
-    def demand(self, everywhere: int) -> None:
-        self.everywhere = max(self.everywhere, everywhere)
-
-    def demand_on(self, rank: int, numel: int) -> None:
-        self.on[rank] = max(self.on.get(rank, 0), numel)
-
-
 class ReduceStaging:
     """Bytes that gradients pass through on their way to their owners, by rank."""
 
     def __init__(self, plan: Plan, ways: Ways, wire_of: Callable[[int], torch.dtype]) -> None:
         """``wire_of`` a stream says in what dtype its gradients travel."""
-        self._outgoing: dict[tuple[int, str, torch.dtype], int] = {}
-        self._incoming: dict[tuple[int, str, torch.dtype], _Buffer] = {}
+        self._outgoing: dict[_Key, int] = {}  # in bytes, on every rank
+        self._incoming: dict[_Key, _Buffer] = {}
+        lends = ways.one_host and plan.world_size > 1
+        depth = REDUCTIONS_LENT if lends else REDUCTIONS_IN_FLIGHT
         for number, bucket in enumerate(plan.buckets):
-            stream = plan.streams[bucket.stream]
-            key = (number % REDUCTIONS_IN_FLIGHT, stream.device, wire_of(bucket.stream))
-            self._outgoing[key] = max(self._outgoing.get(key, 0), bucket.numel)
-            _demand(self._incoming.setdefault(key, _Buffer()), plan, number, ways)
+            device, wire = plan.streams[bucket.stream].device, wire_of(bucket.stream)
+            key = (number % depth, device, str(wire))
+            numbytes = bucket.numel * wire.itemsize
+            self._outgoing[key] = max(self._outgoing.get(key, 0), numbytes)
+            key = (number % REDUCTIONS_IN_FLIGHT, device, str(wire))
+            incoming = self._incoming.setdefault(key, _Buffer())
+            incoming.demand_slots(plan, number, _received(plan, number, ways, wire.itemsize))
 
     def on(self, rank: int) -> int:
-        outgoing = sum(numel * key[2].itemsize for key, numel in self._outgoing.items())
-        incoming = sum(
-            max(buffer.everywhere, buffer.on.get(rank, 0)) * key[2].itemsize
-            for key, buffer in self._incoming.items()
-        )
-        return outgoing + incoming
+        return sum(self._outgoing.values()) + sum(b.on_rank(rank) for b in self._incoming.values())
 
 
-def _demand(buffer: _Buffer, plan: Plan, bucket: int, ways: Ways) -> None:
-    """Room for what the other ranks send of a bucket."""
+def _received(plan: Plan, bucket: int, ways: Ways, itemsize: int) -> Callable[[int], int]:
+    """Bytes that come from the others for a slot of so many elements."""
     others = plan.world_size - 1
-    if plan.streams[plan.buckets[bucket].stream].kind is Kind.WHOLE:
-        for rank, (start, stop) in owned_ranges(plan, bucket).items():
-            buffer.demand_on(rank, (stop - start) * others)
-        return
     summed_by_backend = ways.equal_slots and plan.has_equal_slots(bucket) and others > 0
-    each = equal_part(plan, bucket)
-    buffer.demand(each if summed_by_backend else each * others)
-    unit = plan.streams[plan.buckets[bucket].stream].unit
-    for rank in plan.buckets[bucket].extra:
-        buffer.demand_on(rank, (each + unit) * others)
+
+    def received(numel: int) -> int:
+        if ways.one_host and worth_lending(numel * itemsize):
+            return 0
+        return numel * itemsize * (1 if summed_by_backend else others)
+
+    return received
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Bytes that a buffer needs: on every rank, and on some more."""
+
+    everywhere: int = 0
+    more: dict[int, int] = field(default_factory=dict)
+
+    def on_rank(self, rank: int) -> int:
+        return max(self.everywhere, self.more.get(rank, 0))
+
+    def demand_slots(self, plan: Plan, bucket: int, needed: Callable[[int], int]) -> None:
+        """Room for each rank's slot in a bucket; ``needed``: bytes for so many elements."""
+        if plan.streams[plan.buckets[bucket].stream].kind is Kind.WHOLE:
+            for rank, (start, stop) in owned_ranges(plan, bucket).items():
+                self._demand_on(rank, needed(stop - start))
+            return
+        each, unit = equal_part(plan, bucket), plan.streams[plan.buckets[bucket].stream].unit
+        self.everywhere = max(self.everywhere, needed(each))
+        for rank in plan.buckets[bucket].extra:
+            self._demand_on(rank, needed(each + unit))
+
+    def _demand_on(self, rank: int, numbytes: int) -> None:
+        self.more[rank] = max(self.more.get(rank, 0), numbytes)
+
+
+_Key = tuple[int, str, str]  # turn, device, dtype

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.buffers import is_dense
-from onecopy.demand import ReduceStaging, Ways, gather_staging
+from onecopy.demand import GatherStaging, ReduceStaging, Ways
 from onecopy.kinds import Kind
 from onecopy.memory import MemoryReport
 from onecopy.peers import Peer, peers_of, torchs_loads
@@ -63,7 +63,7 @@ class Estimate:
         """What one rank holds after a step: the fields are those of ``memory_report()``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
-        gradients, staging = self._gradient_bytes, self._gather_staging
+        gradients, staging = self._gradient_bytes, self._gather_staging.on(rank)
         if self.setting.attached:
             gradients = sum(held[rank] for held in self._held_gradients)
             staging += self._reduce_staging.on(rank)
@@ -191,14 +191,15 @@ class Estimate:
     def _ways(self) -> Ways:
         return Ways(
             equal_slots=self.setting.backend != "gloo",
+            one_host=self.setting.backend == "gloo",
             in_place=self.setting.parameters_as_bucket_view,
             lazily=self.setting.lazy_gather,
             is_dense=lambda param: is_dense(self.subject.tensor(param)),
         )
 
     @cached_property
-    def _gather_staging(self) -> int:
-        return gather_staging(self.plan, self._ways)
+    def _gather_staging(self) -> GatherStaging:
+        return GatherStaging(self.plan, self._ways)
 
     @cached_property
     def _reduce_staging(self) -> ReduceStaging:
@@ -285,7 +286,8 @@ def estimate(
         world_size: the number of ranks.
         attached: ``optimizer.attach(module)`` is used; ``under_ddp``: on a DDP module.
         dtype: train floating-point parameters in this dtype instead of their own.
-        backend: ``"nccl"`` or ``"gloo"``: how buckets travel, and what staging that takes.
+        backend: ``"nccl"`` or ``"gloo"``: how buckets travel, and what staging that takes. With
+            gloo the ranks are taken to be on one host.
         **defaults: options of ``optimizer_class``.
 
     All else is as for :class:`ZeroRedundancyOptimizer` and its ``attach``.

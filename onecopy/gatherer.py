@@ -8,19 +8,24 @@ small pieces are packed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from onecopy.buffers import Copies, FlatHomes, Staging, flat_range, is_dense
 from onecopy.kinds import Kind
 from onecopy.ledger import Phase
+from onecopy.neighbours import Loan, SharedMemory
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Part, Pending, Transport
 
 IN_FLIGHT = 3
+# Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
+# that is ahead of them can go on.
+LENT = IN_FLIGHT + 1
+_TAG = 0  # of what neighbours lend: it is launched in the same order on all ranks
 # Below this, a message of its own costs more than a copy.
 WORTH_ITS_OWN_MESSAGE = 64 * 1024
 
@@ -33,12 +38,78 @@ class Transfer:
     parts: list[Part] = field(default_factory=list)
     slots: torch.Tensor | None = None
     copy_out: Copies = field(default_factory=Copies)
+    lending: Lending | None = None  # this rank's part, to neighbours
+    borrowings: list[Borrowing] = field(default_factory=list)  # theirs
 
-    def start(self, transport: Transport) -> Pending:
+    def start(self, transport: Transport) -> Journey:
         self.copy_in.run()
         if self.slots is not None:
-            return transport.all_gather_slots(self.slots)
-        return transport.share(self.parts)
+            return Journey([transport.all_gather_slots(self.slots)])
+        loans, borrowing = transport.borrow([each.lender for each in self.borrowings], _TAG)
+        under_way = [borrowing]
+        if self.lending is not None:
+            under_way.append(self.lending.start(transport))
+        under_way.append(transport.share(self.parts))
+        return Journey(under_way, loans)
+
+    def arrive(self, journey: Journey) -> None:
+        """Wait, and bring everything to its place."""
+        for each in journey.under_way:
+            each.wait()
+        self.copy_out.run()
+        for borrowing, loan in zip(self.borrowings, journey.loans, strict=True):
+            borrowing.read(loan)
+            loan.give_back()
+
+
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """A bucket under way."""
+
+    under_way: Sequence[Pending]
+    loans: Sequence[Loan] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """This rank's part of a bucket in memory that neighbours read."""
+
+    memory: SharedMemory
+    part: torch.Tensor
+    copies: Copies  # the pieces, one after the other
+
+    def start(self, transport: Transport) -> Pending:
+        transport.wait_until_read(self.memory)
+        self.copies.run()
+        readers = [rank for rank in transport.others if rank in transport.neighbours]
+        return transport.lend(self.memory, dict.fromkeys(readers, self.part), _TAG)
+
+
+@dataclass(slots=True)
+class Borrowing:
+    """A neighbour's part of a bucket, read from its memory."""
+
+    lender: int
+    pieces: Sequence[torch.Tensor]  # where they belong
+    _from: tuple[int, ...] = ()  # the address of ...
+    _copies: Copies = field(default_factory=Copies)  # ... what is copied: mostly that of last time
+
+    def read(self, loan: Loan) -> None:
+        at = loan.address()
+        place = at.fd, at.generation, at.start
+        if place != self._from:
+            lent = loan.tensor(self.pieces[0].dtype)
+            self._from, self._copies = place, _packed(self.pieces, lent).reversed()
+        self._copies.run()
+
+
+def _packed(pieces: Sequence[torch.Tensor], run: torch.Tensor) -> Copies:
+    """Copies of the pieces, one after the other, into a run of memory."""
+    copies, start = Copies(), 0
+    for piece in pieces:
+        copies.add(run[start : start + piece.numel()].view(piece.shape), piece)
+        start += piece.numel()
+    return copies
 
 
 class Gatherer:
@@ -54,8 +125,9 @@ class Gatherer:
         self._transport = transport
         self._params: Sequence[torch.Tensor] = ()
         self._transfers: list[Transfer] = []
-        self._launched: dict[int, Pending] = {}  # by bucket, those nobody has waited for
+        self._launched: dict[int, Journey] = {}  # by bucket, those nobody has waited for
         self._staging = Staging(IN_FLIGHT)
+        self._lent = Staging(LENT)
         self._is_lazy = False
         self.order: Sequence[int] = ()  # in which the buckets are to be started
 
@@ -78,14 +150,25 @@ class Gatherer:
             return
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
-        staging = self._staging = Staging(max(IN_FLIGHT, len(buckets)) if lazy else IN_FLIGHT)
+        self._transport.neighbours.forget()
+        together = len(buckets) if lazy else 0
+        staging = self._staging = Staging(max(IN_FLIGHT, together))
+        lent = self._lent = Staging(max(LENT, together), self._transport.memory_to_lend)
         routes = [_route(_Site(self._transport, homes, plan, memory, b)) for b in buckets]
         for turn, route in enumerate(routes):
             if route.staged:
                 staging.demand(turn, route.staged, route.like)
+            if route.lent:
+                lent.demand(turn, route.lent_slot, route.like)
         for turn, route in enumerate(routes):
             buffer = staging.reserve(turn, route.staged, route.like) if route.staged else None
-            self._transfers.append(route.transfer(buffer))
+            transfer = route.transfer(buffer)
+            if route.lent:
+                part = lent.reserve(turn, sum(p.numel() for p in route.lent), route.like)
+                shared = lent.lender(turn, route.like)
+                assert shared is not None
+                transfer.lending = Lending(shared, part, _packed(route.lent, part))
+            self._transfers.append(transfer)
 
     def start(self, bucket: int) -> None:
         """Send this rank's part of a bucket, and receive the others', in the background."""
@@ -107,16 +190,15 @@ class Gatherer:
         if not self._launched:
             return
         for bucket in list(self._launched) if buckets is None else buckets:
-            pending = self._launched.pop(bucket, None)
-            if pending is not None:
+            journey = self._launched.pop(bucket, None)
+            if journey is not None:
                 with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
-                    pending.wait()
-                    self._transfers[bucket].copy_out.run()
+                    self._transfers[bucket].arrive(journey)
 
     @property
     def staged_bytes(self) -> int:
         """Memory that buckets pass through; it is kept between the steps."""
-        return self._staging.nbytes()
+        return self._staging.nbytes() + self._lent.nbytes()
 
     def _tell_autograd(self) -> None:
         """What arrives in place does not pass through autograd: without this, a backward through
@@ -141,6 +223,11 @@ class _Site:
     def pieces(self, owner: int) -> list[Piece]:
         return [piece for piece in self.plan.pieces_in(self.bucket, owner) if piece.numel]
 
+    def view(self, piece: Piece) -> torch.Tensor:
+        """A piece where it is: a run of memory, or a tensor with gaps."""
+        memory = self.memory[piece.param]
+        return flat_range(memory, piece.start, piece.stop) if is_dense(memory) else memory
+
     def at_home(self, start: int, stop: int) -> torch.Tensor | None:
         """[start, stop) of the bucket, if its parameters live in one flat storage."""
         if self.homes is None:
@@ -149,17 +236,15 @@ class _Site:
         return self.homes.range(bucket.stream, bucket.start + start, bucket.start + stop)
 
 
-class _Route(Protocol):
+class _Route(ABC):
     """A way for a bucket to travel, before it has a staging buffer."""
 
-    @property
-    def staged(self) -> int:
-        """Elements of staging that it needs."""
+    staged: int  # elements of staging that it needs
+    like: torch.Tensor  # of the staging's dtype and device
+    lent: Sequence[torch.Tensor] = ()  # this rank's pieces, if neighbours read copies of them
+    lent_slot: int = 0  # elements in which they find room
 
-    @property
-    def like(self) -> torch.Tensor:
-        """A tensor of the staging's dtype and device."""
-
+    @abstractmethod
     def transfer(self, buffer: torch.Tensor | None) -> Transfer: ...
 
 
@@ -171,7 +256,7 @@ def _route(site: _Site) -> _Route:
     return _PartsRoute(site)
 
 
-class _SlotsRoute:
+class _SlotsRoute(_Route):
     """The backend's all_gather on W equal slots: in place, or through one staged copy."""
 
     def __init__(self, site: _Site) -> None:
@@ -198,7 +283,7 @@ class _SlotsRoute:
         return transfer
 
 
-class _PaddedRoute:
+class _PaddedRoute(_Route):
     """The same for a bucket with a remainder: slots are padded to the longest, in staging."""
 
     def __init__(self, site: _Site) -> None:
@@ -225,13 +310,15 @@ class _PaddedRoute:
         return transfer
 
 
-class _PartsRoute:
-    """Parts of any size from their owners: large ones in place, small ones packed by owner."""
+class _PartsRoute(_Route):
+    """Parts of any size from their owners: large ones in place, small ones packed by owner; those
+    of neighbours through memory, if that is worth it."""
 
     def __init__(self, site: _Site) -> None:
         self._rank = site.transport.rank
         self._direct: list[Part] = []
         self._packed: list[tuple[int, list[torch.Tensor]]] = []
+        self._borrowed: list[tuple[int, list[torch.Tensor]]] = []
         for owner in range(site.transport.world_size):
             self._place(site, owner)
         self.staged = sum(view.numel() for _, views in self._packed for view in views)
@@ -242,25 +329,38 @@ class _PartsRoute:
         if not pieces:
             return
         home = site.at_home(pieces[0].offset, pieces[-1].offset + pieces[-1].numel)
-        if home is not None:
-            self._direct.append(Part(owner, home))
-            return
+        views = [site.view(piece) for piece in pieces] if home is None else [home]
+        transport = site.transport
+        start, stop = site.plan.range_of(site.bucket, owner)
+        if transport.lends((stop - start) * views[0].element_size(), views[0].device):
+            if owner in transport.neighbours:
+                self._borrowed.append((owner, views))
+                return
+            if owner == transport.rank and transport.neighbours:
+                self.lent, self.lent_slot = views, stop - start
+                if len(transport.neighbours) == transport.world_size - 1:
+                    return
+        self._send(owner, views)
+
+    def _send(self, owner: int, views: Sequence[torch.Tensor]) -> None:
+        """Through gloo; a part of this rank that is lent goes so to other hosts only."""
         small = []
-        for piece in pieces:
-            memory = site.memory[piece.param]
-            if is_dense(memory):
-                memory = flat_range(memory, piece.start, piece.stop)
-            numbytes = memory.numel() * memory.element_size()
-            alone = len(pieces) == 1 or numbytes >= WORTH_ITS_OWN_MESSAGE
-            if alone and memory.is_contiguous():
-                self._direct.append(Part(owner, memory))
+        for view in views:
+            alone = len(views) == 1 or view.nbytes >= WORTH_ITS_OWN_MESSAGE
+            if alone and view.is_contiguous():
+                self._direct.append(self._part(owner, view))
             else:
-                small.append(memory)
+                small.append(view)
         if small:
             self._packed.append((owner, small))
 
+    def _part(self, owner: int, tensor: torch.Tensor) -> Part:
+        is_lent = owner == self._rank and bool(self.lent)
+        return Part(owner, tensor, apart_from_neighbours=is_lent)
+
     def transfer(self, buffer: torch.Tensor | None) -> Transfer:
         transfer = Transfer(parts=list(self._direct))
+        transfer.borrowings = [Borrowing(*each) for each in self._borrowed]
         if buffer is None:
             return transfer
         start = 0
@@ -273,6 +373,6 @@ class _PartsRoute:
                 else:
                     transfer.copy_out.add(view, staged)
                 stop += view.numel()
-            transfer.parts.append(Part(owner, buffer[start:stop]))
+            transfer.parts.append(self._part(owner, buffer[start:stop]))
             start = stop
         return transfer

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from onecopy.buffers import fills_its_storage, first_overlap, is_dense
 from onecopy.kinds import Kind, choose_kind, update_cost
+from onecopy.neighbours import SWITCH as SHARED_MEMORY
 from onecopy.pieces import updated_in
 from onecopy.plan import ParamSpec
 
@@ -141,6 +142,12 @@ def checks_steps(environment: Mapping[str, str]) -> bool:
     if asked not in ("", "step"):
         raise ValueError(f'ONECOPY_CHECK={asked}: expected "step", or nothing')
     return asked == "step"
+
+
+def check_switches(environment: Mapping[str, str]) -> None:
+    asked = environment.get(SHARED_MEMORY, "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"{SHARED_MEMORY}={asked}: expected 0, 1, or nothing")
 
 
 def check_options(check_every: int | None, master_dtype: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.buffers import Copies, Staging, flat_range, is_dense
+from onecopy.neighbours import SharedMemory
 from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport
@@ -45,6 +46,9 @@ class Lane:
     holds: bool = False  # whether the slot holds a gradient
     outgoing: torch.Tensor = field(default=_EMPTY)  # staging of the whole bucket ...
     incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
+    lenders: tuple[int, ...] = ()  # ranks in whose memory this one reads what they contribute
+    readers: tuple[int, ...] = ()  # ranks that do so in this one's memory
+    memory: SharedMemory | None = None  # of the outgoing staging, for them
     places: tuple[Place, ...] = ()
 
     @classmethod
@@ -63,22 +67,33 @@ class Lane:
         start, stop = ranges[transport.rank]
         sent_in = reduce_dtype if param.is_floating_point() else None  # complex stay so
         summed_in = gradient_held_in(param, master_dtype)
+        wire = torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device)
+        each = wire.element_size()
+        lent_to = {
+            reader
+            for reader, (first, last) in enumerate(ranges)
+            if transport.lends((last - first) * each, wire.device)
+        }
+        neighbours = [rank for rank in transport.others if rank in transport.neighbours]
         return cls(
             bucket,
             plan.buckets[bucket].numel,
             frozenset(indices),
             ranges,
-            wire=torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device),
+            wire=wire,
             slot=torch.zeros(stop - start, dtype=summed_in, device=param.device),
             has_equal_slots=plan.has_equal_slots(bucket)
             and transport.reduces_equal_slots(param.device),
+            lenders=tuple(neighbours) if transport.rank in lent_to else (),
+            readers=tuple(rank for rank in neighbours if rank in lent_to),
         )
 
     @property
     def room(self) -> int:
         """Elements of staging for what comes from the other ranks."""
         mine, others = self.slot.numel(), len(self.ranges) - 1
-        return mine if self.has_equal_slots and others else mine * others
+        senders = others - len(self.lenders)
+        return mine if self.has_equal_slots and others else mine * senders
 
     def settle(
         self, plan: Plan, params: Sequence[torch.Tensor], outgoing: Staging, incoming: Staging
@@ -86,6 +101,7 @@ class Lane:
         """Take staging, for which demands were made before."""
         self.outgoing = outgoing.reserve(self.bucket, self.numel, self.wire)
         self.incoming = incoming.reserve(self.bucket, self.room, self.wire)
+        self.memory = outgoing.lender(self.bucket, self.wire) if self.readers else None
         places = []
         for segment in plan.segments(self.bucket):
             param, numel = params[segment.param], segment.stop - segment.start
@@ -95,6 +111,11 @@ class Lane:
                 target = _in_form_of(param, target)
             places.append(Place(segment.param, segment.start, segment.stop, is_whole, target))
         self.places = tuple(places)
+
+    def shares_staging_with(self, other: Lane) -> bool:
+        """Whether they cannot be under way together."""
+        pairs = (self.outgoing, other.outgoing), (self.incoming, other.incoming)
+        return any(a.numel() and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
     def view(self, piece: Piece, rank: int, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
         """The gradient of a piece of this rank, in the form of the inner optimizer's tensor."""

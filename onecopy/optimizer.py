@@ -26,6 +26,7 @@ from onecopy.inner import OwnedState, Replay
 from onecopy.intake import (
     as_groups,
     check_options,
+    check_switches,
     check_tensors,
     checks_steps,
     first_device,
@@ -124,6 +125,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             if refusal is not None:
                 raise refusal
             check_options(check_every, master_dtype)
+            check_switches(os.environ)
             self._check_steps = checks_steps(os.environ)
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)

@@ -28,10 +28,14 @@ import torch
 from onecopy.buffers import Staging, in_layout_of, is_dense
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
+from onecopy.neighbours import Loan
 from onecopy.plan import Plan
 from onecopy.transport import Pending, Transport
 
 IN_FLIGHT = 3
+# What neighbours read in place is free again when they have: with one buffer more than there are
+# buckets in flight, a rank that is ahead of them can go on.
+LENT = IN_FLIGHT + 1
 _TAGS_FROM = 1 << 16  # apart from those of the gathers
 
 
@@ -40,8 +44,23 @@ class _Flight:
     """A bucket on its way."""
 
     lane: Lane
-    contributions: Sequence[torch.Tensor]  # of all ranks, in their order, or their sum alone
-    pending: Pending
+    contributions: Sequence[torch.Tensor | Loan]  # of all ranks, in their order, or their sum alone
+    pending: Sequence[Pending]
+
+    def wait(self) -> None:
+        for each in self.pending:
+            each.wait()
+
+    def read(self) -> list[torch.Tensor]:
+        """The contributions, once they are here."""
+        dtype = self.lane.wire.dtype
+        return [c.tensor(dtype) if isinstance(c, Loan) else c for c in self.contributions]
+
+    def give_back(self) -> None:
+        """What neighbours have lent is no longer needed."""
+        for each in self.contributions:
+            if isinstance(each, Loan):
+                each.give_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +108,7 @@ class Reducer:
         self._flights: deque[_Flight] = deque()
         self._verdict: _Verdict | None = None
         self._late: dict[int, torch.Tensor] = {}
-        self._outgoing, self._incoming = Staging(IN_FLIGHT), Staging(IN_FLIGHT)
+        self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
         self._present: set[int] = set()
         self.share = 1 / transport.world_size  # what a rank's gradient counts in the average
 
@@ -116,13 +135,19 @@ class Reducer:
         for number, lane in enumerate(self._lanes):
             for index in lane.params:
                 self._lanes_of.setdefault(index, []).append(number)
-        self._outgoing, self._incoming = Staging(IN_FLIGHT), Staging(IN_FLIGHT)
+        self._transport.neighbours.forget()
+        self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
         for lane in self._lanes:
             self._outgoing.demand(lane.bucket, lane.numel, lane.wire)
             self._incoming.demand(lane.bucket, lane.room, lane.wire)
         for lane in self._lanes:
             lane.settle(plan, params, self._outgoing, self._incoming)
         self._views = self._all_views()
+
+    def _outgoing_staging(self) -> Staging:
+        if not self._transport.neighbours:
+            return Staging(IN_FLIGHT)
+        return Staging(LENT, self._transport.memory_to_lend)
 
     def _all_views(self) -> list[list[tuple[int, torch.Tensor]]]:
         plan, rank, params = self._plan, self._transport.rank, self._params
@@ -250,10 +275,12 @@ class Reducer:
 
     def _launch(self, lane: Lane, gradients: Mapping[int, torch.Tensor]) -> None:
         while len(self._flights) >= IN_FLIGHT or any(
-            flight.lane.bucket % IN_FLIGHT == lane.bucket % IN_FLIGHT for flight in self._flights
+            flight.lane.shares_staging_with(lane) for flight in self._flights
         ):
             self._land()
         with self._transport.ledger.launching(Phase.REDUCE, lane.bucket):
+            if lane.memory is not None:
+                self._transport.wait_until_read(lane.memory)
             lane.fill(gradients, self.share)
             self._flights.append(self._send(lane))
 
@@ -261,22 +288,39 @@ class Reducer:
         rank, world = self._transport.rank, self._transport.world_size
         outgoing = [lane.outgoing[start:stop] for start, stop in lane.ranges]
         if world == 1:
-            return _Flight(lane, outgoing, self._transport.nothing())
+            return _Flight(lane, outgoing, ())
         if lane.has_equal_slots:
             pending = self._transport.reduce_slots(lane.outgoing, lane.incoming)
-            return _Flight(lane, [lane.incoming], pending)
-        each = lane.slot.numel()
-        incoming = [lane.incoming[i * each : (i + 1) * each] for i in range(world - 1)]
-        incoming.insert(rank, outgoing[rank])
-        pending = self._transport.exchange_parts(outgoing, incoming, _TAGS_FROM + lane.bucket)
-        return _Flight(lane, incoming, pending)
+            return _Flight(lane, [lane.incoming], [pending])
+        tag = _TAGS_FROM + lane.bucket
+        loans, *under_way = self._lend_and_borrow(lane, outgoing, tag)
+        each, empty = lane.slot.numel(), lane.incoming[:0]
+        slots = (lane.incoming[i * each : (i + 1) * each] for i in range(world))
+        incoming = [empty if r in (rank, *lane.lenders) else next(slots) for r in range(world)]
+        sent = [empty if r in lane.readers else part for r, part in enumerate(outgoing)]
+        under_way.append(self._transport.exchange_parts(sent, incoming, tag))
+        incoming[rank] = outgoing[rank]
+        contributions = [loans.get(r, part) for r, part in enumerate(incoming)]
+        return _Flight(lane, contributions, under_way)
+
+    def _lend_and_borrow(
+        self, lane: Lane, outgoing: Sequence[torch.Tensor], tag: int
+    ) -> tuple[dict[int, Loan], Pending, Pending]:
+        """What goes from one neighbour's memory to the other's."""
+        loans, borrowing = self._transport.borrow(lane.lenders, tag)
+        lending = self._transport.nothing()
+        if lane.memory is not None:
+            parts = {reader: outgoing[reader] for reader in lane.readers}
+            lending = self._transport.lend(lane.memory, parts, tag)
+        return {loan.lender: loan for loan in loans}, borrowing, lending
 
     def _land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._flights.popleft()
         with self._transport.ledger.waiting(Phase.REDUCE, flight.lane.bucket):
-            flight.pending.wait()
-            flight.lane.add(flight.contributions)
+            flight.wait()
+            flight.lane.add(flight.read())
+            flight.give_back()
 
     # ------------------------------------------------------------------ afterwards
 
@@ -330,7 +374,9 @@ class Reducer:
     def drop(self) -> None:
         """Forget all gradients, also those of a backward that was never finished."""
         while self._flights:
-            self._flights.popleft().pending.wait()
+            flight = self._flights.popleft()
+            flight.wait()
+            flight.give_back()
         if self._verdict is not None:
             self._verdict.pending.wait()
         self._phase, self._verdict, self._late = None, None, {}

@@ -5,8 +5,8 @@ with them. They are launched from one thread, in the same order on every rank, a
 plan only. Each function takes prepared contiguous tensors and returns a :class:`Pending`.
 
 Primitives per backend. On gloo the owner sends to everybody, in place and in both directions of the
-wire at once; other backends have a good ``all_gather`` for equal slots, and broadcasts for the
-rest.
+wire at once, and ranks on the same host read large parts in one another's memory; other backends
+have a good ``all_gather`` for equal slots, and broadcasts for the rest.
 
 Each rank keeps a note of where it is in the c10d store. When a collective fails because a rank is
 missing, every other rank reads the notes and raises the same error: who was where.
@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import io
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,9 +27,11 @@ import torch.distributed as dist
 
 from onecopy.exchange import Exchange
 from onecopy.ledger import Ledger, Traffic
+from onecopy.neighbours import Loan, Neighbourhood, SharedMemory, find, worth_lending
 from onecopy.notes import notes_of, store_of
 
 _DEFAULT_PATIENCE = timedelta(minutes=30)
+_ADDRESSES_FROM = 1 << 20  # tags, apart from those of data
 
 
 class Part(NamedTuple):
@@ -37,22 +39,32 @@ class Part(NamedTuple):
 
     owner: int
     tensor: torch.Tensor
+    apart_from_neighbours: bool = False  # they read it in the owner's memory
 
 
 class Pending:
     """Communication under way. It holds its tensors, so that their memory is not reused before."""
 
-    def __init__(self, transport: Transport, works: Sequence[Any], tensors: Sequence[object]):
+    def __init__(
+        self,
+        transport: Transport,
+        works: Sequence[Any],
+        tensors: Sequence[object],
+        loans: Sequence[Loan] = (),
+    ) -> None:
         self._transport = transport
         self._works = works
         self._tensors = tensors
+        self._loans = loans
 
     def wait(self) -> None:
         """Return once the tensors may be read and written (on accelerators: in stream order)."""
         with self._transport.naming_absentees():
             for work in self._works:
                 work.wait()
-        self._works = self._tensors = ()
+            for loan in self._loans:
+                loan.memory()  # mapped now, because it fails if the lender is gone
+        self._works = self._tensors = self._loans = ()
 
 
 class WrongProcessGroup(TypeError, AttributeError):
@@ -81,6 +93,8 @@ class Transport:
         with self.naming_absentees():
             self._group = _private_group(self.user_group, self.control_device)
         self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.neighbours = self._find_neighbours()
+        weakref.finalize(self, self.neighbours.forget)
 
     # ------------------------------------------------------------------ who was where
 
@@ -100,9 +114,69 @@ class Transport:
     def exchange(self, token: str, what: str) -> Exchange:
         """A round of reports through the store, outside of collectives."""
         self.note(what)
-        patience = (_timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
         store = store_of(self.user_group)
-        return Exchange(store, self.rank, self.world_size, token, patience, what)
+        return Exchange(store, self.rank, self.world_size, token, self._patience, what)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that a collective waits."""
+        return (_timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
+
+    # ------------------------------------------------------------------ ranks on the same host
+
+    def _find_neighbours(self) -> Neighbourhood:
+        if self.world_size == 1 or self._backends.get("cpu") != "gloo":
+            return Neighbourhood(self.rank, self.world_size)
+        known = _neighbourhoods.get(self.user_group)
+        if known is None:
+            known = find(self.rank, self.all_gather_bytes, self.world_size)
+            _neighbourhoods[self.user_group] = known
+        return known
+
+    def lends(self, numbytes: int, device: torch.device) -> bool:
+        """Whether neighbours read so many bytes in place instead of receiving them."""
+        return device.type == "cpu" and worth_lending(numbytes)
+
+    def memory_to_lend(self, numbytes: int) -> SharedMemory:
+        return SharedMemory(numbytes, self.world_size)
+
+    def wait_until_read(self, memory: SharedMemory) -> None:
+        """Until nobody reads what was lent before."""
+        with self.naming_absentees():
+            self.neighbours.wait_until_read(memory, self._patience)
+
+    def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> Pending:
+        """Tell the readers, by rank, which part of the memory is for them."""
+        self.neighbours.lend(memory, list(parts))
+        messages = [torch.tensor(memory.address(part)) for part in parts.values()]
+        for part in parts.values():
+            self.traffic.add(part)
+        with self.naming_absentees():
+            works = [
+                dist.isend(
+                    message,
+                    self._global_ranks[reader],
+                    group=self._group,
+                    tag=_ADDRESSES_FROM + tag,
+                )
+                for reader, message in zip(parts, messages, strict=True)
+            ]
+        return Pending(self, works, messages)
+
+    def borrow(self, lenders: Iterable[int], tag: int) -> tuple[list[Loan], Pending]:
+        """What these ranks lend with ``lend``; to be read after waiting, and then given back."""
+        loans = [Loan(self.neighbours, lender) for lender in lenders]
+        with self.naming_absentees():
+            works = [
+                dist.irecv(
+                    loan.message,
+                    self._global_ranks[loan.lender],
+                    group=self._group,
+                    tag=_ADDRESSES_FROM + tag,
+                )
+                for loan in loans
+            ]
+        return loans, Pending(self, works, (), loans)
 
     # ------------------------------------------------------------------ parameters
 
@@ -120,30 +194,41 @@ class Transport:
         return Pending(self, [work], [buffer])
 
     def share(self, parts: Sequence[Part]) -> Pending:
-        """Every part goes from its owner to all other ranks."""
+        """Every part goes from its owner to all other ranks: in this order, from each owner."""
         works: list[Any] = []
         with self.naming_absentees():
-            for tag, (owner, tensor) in enumerate(parts):
+            for part in parts:
+                owner, tensor, _ = part
                 if owner == self.rank:
-                    self.traffic.add(tensor, self.world_size - 1)
+                    self.traffic.add(tensor, len(self._receivers(part)))
                 # gloo sends from the CPU only; its broadcasts take tensors from anywhere.
                 if tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo":
-                    works += self._send_to_all(owner, tensor, tag)
+                    works += self._send_to_all(part)
                 else:
                     source = self._global_ranks[owner]
                     works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
         return Pending(self, works, parts)
 
-    def _send_to_all(self, owner: int, tensor: torch.Tensor, tag: int) -> list[Any]:
-        if owner != self.rank:
-            source = self._global_ranks[owner]
-            return [dist.irecv(tensor, source, group=self._group, tag=tag)]
-        # Starting with the next rank spreads the load: else all would send to rank 0 first.
-        others = ((owner + i) % self.world_size for i in range(1, self.world_size))
+    def _send_to_all(self, part: Part) -> list[Any]:
+        if part.owner != self.rank:
+            source = self._global_ranks[part.owner]
+            return [dist.irecv(part.tensor, source, group=self._group)]
         return [
-            dist.isend(tensor, self._global_ranks[rank], group=self._group, tag=tag)
-            for rank in others
+            dist.isend(part.tensor, self._global_ranks[rank], group=self._group)
+            for rank in self._receivers(part)
         ]
+
+    def _receivers(self, part: Part) -> list[int]:
+        others = self.others
+        if part.apart_from_neighbours:
+            return [rank for rank in others if rank not in self.neighbours]
+        return others
+
+    @property
+    def others(self) -> list[int]:
+        """All other ranks. Starting with the next one spreads the load: else all would send to rank
+        0 first."""
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     # ------------------------------------------------------------------ gradients
 
@@ -165,7 +250,7 @@ class Transport:
 
         Empty tensors are not sent. ``tag`` tells exchanges that are under way together apart.
         """
-        others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        others = self.others
         for rank in others:
             self.traffic.add(outgoing[rank])
         works: list[Any] = []
@@ -333,6 +418,8 @@ def _checked_group(process_group: Any) -> Any:
     return process_group
 
 
+# Who is on the same host, by group: found once, by all ranks together.
+_neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
 # One private group per group of the user's, however many optimizers share it.
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

@@ -24,6 +24,7 @@ ORDER = (
     "notes",
     "exchange",
     "ledger",
+    "neighbours",
     "timeline",
     "tracing",
     "transport",

@@ -15,12 +15,14 @@ from test_plan import History, anything, histories
 
 import onecopy.tally
 from onecopy.buffers import FlatHomes
-from onecopy.demand import ReduceStaging, Ways, gather_staging
+from onecopy.demand import GatherStaging, ReduceStaging, Ways
 from onecopy.gatherer import WORTH_ITS_OWN_MESSAGE, Gatherer
 from onecopy.kinds import Kind
+from onecopy.neighbours import Neighbourhood, SharedMemory
 from onecopy.plan import ParamSpec, Plan, make_plan
 from onecopy.reducer import Reducer
 from onecopy.tally import imbalance, slot_elements, tally
+from onecopy.transport import Transport
 
 
 @given(histories())
@@ -68,11 +70,21 @@ class PretendedTransport:
     rank: int
     world_size: int
     equal_slots: bool
+    one_host: bool = False
 
     def gathers_equal_slots(self, _: torch.device) -> bool:
         return self.equal_slots
 
     reduces_equal_slots = gathers_equal_slots
+    lends, others = Transport.lends, Transport.others
+
+    @property
+    def neighbours(self) -> Neighbourhood:
+        pids = dict.fromkeys(self.others, 0) if self.one_host else {}
+        return Neighbourhood(self.rank, self.world_size, pids)
+
+    def memory_to_lend(self, numbytes: int) -> SharedMemory:
+        return SharedMemory(numbytes, self.world_size)
 
 
 def tensors_for(history: History) -> list[torch.Tensor]:
@@ -99,35 +111,42 @@ def _on_cpu(spec: ParamSpec) -> ParamSpec:
 SIZES = st.integers(0, 300) | st.sampled_from([64, 3000, WORTH_ITS_OWN_MESSAGE // 4, 40_000])
 
 
-@given(histories(numels=SIZES), st.booleans(), st.booleans(), st.booleans())
+WAYS = st.sampled_from(["slots", "parts", "memory"])  # all_gather, gloo, gloo on one host
+
+
+@given(histories(numels=SIZES), WAYS, st.booleans(), st.booleans(), st.data())
 @anything
 def test_gathers_take_the_staging_that_was_foreseen(
-    history: History, equal_slots: bool, lazily: bool, in_place: bool
+    history: History, way: str, lazily: bool, in_place: bool, data: st.DataObject
 ) -> None:
     history = on_one_device(history)
     plan, params = history.plan(), tensors_for(history)
     homes = FlatHomes() if in_place else None
     if homes is not None:
         homes.adopt(plan, params)
-    transport: Any = PretendedTransport(plan.world_size - 1, plan.world_size, equal_slots)
+    equal_slots, one_host = way == "slots", way == "memory"
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
     gatherer = Gatherer(transport)
     gatherer.prepare(plan, params, homes, lazily)
-    assert gatherer.staged_bytes == gather_staging(plan, Ways(equal_slots, in_place, lazily))
+    foreseen = GatherStaging(plan, Ways(equal_slots, one_host, in_place, lazily))
+    assert gatherer.staged_bytes == foreseen.on(rank)
 
 
-@given(histories(), st.booleans(), st.data())
+@given(histories(numels=SIZES), WAYS, st.data())
 @anything
 def test_reductions_take_the_staging_that_was_foreseen(
-    history: History, equal_slots: bool, data: st.DataObject
+    history: History, way: str, data: st.DataObject
 ) -> None:
     history = on_one_device(history)
     plan, params = history.plan(), tensors_for(history)
     rank = data.draw(st.integers(0, plan.world_size - 1))
-    transport: Any = PretendedTransport(rank, plan.world_size, equal_slots)
+    equal_slots, one_host = way == "slots", way == "memory"
+    transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
     reducer = Reducer(transport, None, None)
     reducer.prepare(plan, params)
     foreseen = ReduceStaging(
-        plan, Ways(equal_slots), lambda stream: getattr(torch, plan.streams[stream].dtype)
+        plan, Ways(equal_slots, one_host), lambda stream: getattr(torch, plan.streams[stream].dtype)
     )
     assert reducer.staged_bytes == foreseen.on(rank)
 
@@ -139,12 +158,12 @@ def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:
     gatherer = Gatherer(transport)
     gatherer.prepare(plan, [gaps], None, False)
     ways = Ways(False, is_dense=lambda _: False)
-    assert gatherer.staged_bytes == gather_staging(plan, ways) == gaps.numel() * 4
+    assert gatherer.staged_bytes == GatherStaging(plan, ways).on(0) == gaps.numel() * 4
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_plan_of_nothing(world: int) -> None:
     plan = Plan(world, 1)
     assert tally(plan).loads(world) == [0] * world
-    assert gather_staging(plan, Ways(True)) == 0
+    assert GatherStaging(plan, Ways(True)).on(0) == 0
     assert ReduceStaging(plan, Ways(True), lambda _: torch.float32).on(0) == 0

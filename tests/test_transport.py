@@ -42,7 +42,7 @@ def test_share_brings_every_part_from_its_owner_to_all(world: World) -> None:
             for length in lengths
         ]
         transport.share(parts).wait()
-        for owner, tensor in parts:
+        for owner, tensor, _ in parts:
             # What the owner had put there: ten times its rank, plus its rank.
             assert torch.equal(tensor, filled(tensor.numel(), 11 * owner, dtype))
     transport.share([]).wait()
@@ -62,7 +62,7 @@ def test_several_shares_in_flight_do_not_mix(world: World) -> None:
     for p in reversed(pending):
         p.wait()
     for r, parts in enumerate(rounds):
-        for owner, tensor in parts:
+        for owner, tensor, _ in parts:
             assert torch.equal(tensor, filled(7 + r, 100 * r + 11 * owner))
 
 

@@ -1,0 +1,240 @@
+"""Ranks on one host that read one another's memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, distributed, lend_nothing
+from models import Mlp
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import onecopy.neighbours
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.neighbours import SharedMemory
+from onecopy.transport import Transport
+
+BUCKET_MB = 128 / 2**20
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:onecopy" in line for line in maps)
+
+
+# ------------------------------------------------------------------ memory, without processes
+
+
+def test_memory_starts_with_zeros_and_is_as_large_as_asked_for() -> None:
+    memory = SharedMemory(1000, world_size=3)
+    assert memory.data.numel() == 1000
+    assert not memory.data.any()
+    assert memory.data.data_ptr() % 64 == 0
+
+
+def test_memory_and_its_file_go_with_the_last_reference() -> None:
+    before = open_files(), mappings()
+    memory = SharedMemory(1000, 2)
+    part = memory.data[10:]
+    del memory
+    gc.collect()
+    assert open_files() == before[0]
+    part.fill_(1)  # the memory itself lives as long as a tensor needs it
+    del part
+    assert mappings() == before[1]
+
+
+def test_memory_cannot_be_truncated_under_its_readers() -> None:
+    memory = SharedMemory(1000, 2)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 10)
+
+
+def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
+    memory = SharedMemory(100, world_size=4)
+    assert memory.unread() == []
+    memory.lend([1, 3])
+    assert memory.unread() == [1, 3]
+    memory._read[3] = memory.address(memory.data).ticket
+    assert memory.unread() == [1]
+    memory.lend([3])
+    assert memory.unread() == [3]
+
+
+# ------------------------------------------------------------------ who is one
+
+
+@distributed(1, 2, 3, 4)
+def test_ranks_of_one_host_are_neighbours(world: World) -> None:
+    transport = Transport()
+    assert set(transport.neighbours.pids) == set(range(world.size)) - {world.rank}
+
+
+@distributed(2, 3)
+def test_the_switch_on_one_rank_concerns_that_rank(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setenv("ONECOPY_SHARED_MEMORY", "0")
+        neighbours = set(Transport().neighbours.pids)
+    expected = set() if world.rank == 0 else set(range(1, world.size)) - {world.rank}
+    assert neighbours == expected
+
+
+@distributed(2, 3)
+def test_one_rank_that_cannot_read_the_others_makes_all_send(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(onecopy.neighbours, "_can_read", lambda *_: False)
+        assert not Transport().neighbours
+
+
+@distributed(2)
+def test_a_switch_without_meaning_is_refused_on_all_ranks(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setenv("ONECOPY_SHARED_MEMORY", "yes")
+        with pytest.raises((ValueError, RuntimeError), match="ONECOPY_SHARED_MEMORY=yes"):
+            ZeroRedundancyOptimizer(Mlp().parameters(), SGD, lr=0.1)
+
+
+# ------------------------------------------------------------------ training
+
+
+def trained(world: World, attached: bool, lazy: bool, views: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, parameters_as_bucket_view=views, bucket_mb=BUCKET_MB, lr=0.1
+    )
+    assert len(optimizer._plan.buckets) > 4  # more than there is staging for
+    if attached:
+        optimizer.attach(model, lazy_gather=lazy)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(model.batch((world.rank, step))).backward()
+        if not attached:
+            for param in model.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+        if step % 3 == world.rank % 3:
+            time.sleep(0.01)  # ranks are not level
+        optimizer.step()
+    optimizer.wait()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+MODES = [(False, False), (True, False), (True, True)]
+
+
+@distributed(2, 3, 4)
+@pytest.mark.parametrize("views", [False, True], ids=["own-storage", "bucket-view"])
+@pytest.mark.parametrize("mode", MODES, ids=["drop-in", "attached", "lazy"])
+def test_what_is_read_in_place_is_what_would_have_been_sent(
+    world: World, mode: tuple[bool, bool], views: bool
+) -> None:
+    onecopy.neighbours.WORTH_LENDING = 1
+    lent = trained(world, *mode, views)
+    lend_nothing()
+    sent = trained(world, *mode, views)
+    assert all(map(torch.equal, lent, sent))
+
+
+@distributed(4)
+def test_only_large_parts_are_lent(world: World) -> None:
+    onecopy.neighbours.WORTH_LENDING = 4096
+    params = [nn.Parameter(torch.zeros(4 * 1024)), nn.Parameter(torch.zeros(16))]
+    for numel_lent, given in [(1024, params[:1]), (0, params[1:])]:
+        optimizer = ZeroRedundancyOptimizer(given, SGD, lr=1.0)
+        (transfer,) = optimizer._shards.gatherer._transfers
+        if numel_lent:
+            assert transfer.lending is not None
+            assert transfer.lending.part.numel() == numel_lent
+            assert not transfer.parts
+        else:
+            assert transfer.lending is None
+            assert not transfer.borrowings
+
+
+@distributed(2, 4)
+def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(world: World) -> None:
+    """Rank 1 reads late, in every bucket: nobody may overwrite what it has not read."""
+    read = onecopy.neighbours.Loan.tensor
+
+    def slowly(self: Any, dtype: torch.dtype) -> torch.Tensor:
+        time.sleep(0.005)
+        return read(self, dtype)
+
+    lend_nothing()
+    expected = trained(world, True, False, False)
+    onecopy.neighbours.WORTH_LENDING = 1
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
+        found = trained(world, True, False, False)
+    assert all(map(torch.equal, found, expected))
+
+
+@distributed(2, 4)
+def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> None:
+    def once() -> None:
+        trained(world, True, False, False)
+        gc.collect()
+        dist.barrier()
+
+    once()
+    Transport().neighbours.forget()  # all have read by now
+    before = open_files(), mappings()
+    for _ in range(5):
+        once()
+    Transport().neighbours.forget()
+    assert (open_files(), mappings()) == before == (before[0], 0)
+
+
+# ------------------------------------------------------------------ neighbours that are lost
+
+
+@distributed(2, 3, fresh=True, pg_timeout=30)
+def test_a_neighbour_that_is_killed_before_it_has_read_is_noticed_at_once(world: World) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(100)
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    transport.neighbours.lend(memory, [1])
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="a collective failed"):
+        transport.wait_until_read(memory)
+    assert time.monotonic() - start < 20
+
+
+@distributed(2, fresh=True, pg_timeout=2)
+def test_a_neighbour_that_never_reads_ends_in_the_timeout(world: World) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(100)
+    if world.rank == 0:
+        transport.neighbours.lend(memory, [1])
+        with pytest.raises(RuntimeError, match="a collective failed"):
+            transport.wait_until_read(memory)
+
+
+@distributed(2, fresh=True)
+def test_waiting_for_readers_can_be_interrupted(world: World) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(100)
+    if world.rank == 0:
+        transport.neighbours.lend(memory, [1])
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            transport.wait_until_read(memory)
