@@ -42,7 +42,7 @@ QUICK_ROUNDS, FULL_ROUNDS = 3, 9
 CORE = (
     *REFERENCES,
     *("FSDP2", "DeepSpeed ZeRO-1", "fairscale OSS"),
-    *("onecopy", "onecopy attached to DDP", ATTACHED, LAZY),
+    *("onecopy", "onecopy attached to DDP", ATTACHED, "onecopy attached, all through TCP", LAZY),
 )
 
 

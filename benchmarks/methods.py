@@ -7,6 +7,7 @@ set up as its documentation says, with the same fused AdamW.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -241,6 +242,12 @@ def ours(workload: Workload, module: nn.Module, views: bool = True, **attach: An
     return trainee
 
 
+def ours_through_tcp(workload: Workload) -> Trainee:
+    """As between hosts: else ranks on one host read each other's memory."""
+    os.environ["ONECOPY_SHARED_MEMORY"] = "0"
+    return ours(workload, workload.model(), **EAGER)
+
+
 # ---------------------------------------------------------------------- all of them
 
 EAGER: dict[str, Any] = {"lazy_gather": False}
@@ -253,6 +260,7 @@ OURS = (
     Method("onecopy, both kinds of views", "onecopy", lambda w: ours(w, under_ddp(w, views=True))),
     Method("onecopy attached to DDP", "onecopy", lambda w: ours(w, under_ddp(w), **EAGER)),
     Method("onecopy attached", "onecopy", lambda w: ours(w, w.model(), **EAGER)),
+    Method("onecopy attached, all through TCP", "onecopy", ours_through_tcp),
     Method("onecopy attached, lazy gather", "onecopy", lambda w: ours(w, w.model(), **LAZY)),
     Method("onecopy attached, bf16 wire", "onecopy", lambda w: ours(w, w.model(), **NARROW)),
 )

@@ -45,7 +45,9 @@ namespaces, for the language models and, at 1 Gbit/s, for the others.
   the rank's parameters, which it keeps in float32 whatever they are.
 - **fairscale**: `OSS` and `ShardedDataParallel`.
 - **onecopy**: drop-in under DDP, with bucket views or without; attached to DDP; attached to the bare module; the same with the gather of
-  the parameters left to the next forward, and with gradients that travel in bfloat16. See [modes](modes.md).
+  the parameters left to the next forward, and with gradients that travel in bfloat16. See [modes](modes.md). On loopback its ranks read
+  large parts in one another's memory, which the others leave to TCP; *all through TCP* is the row without that. Memory of a
+  neighbour that is mapped counts as this process's own in its peak.
 
 No GPU was here. These are CPU processes and gloo, and say what the algorithms cost, not what NCCL would do with them.
 """

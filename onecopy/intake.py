@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from onecopy.buffers import fills_its_storage, first_overlap, is_dense
 from onecopy.kinds import Kind, choose_kind, update_cost
-from onecopy.neighbours import SWITCH as SHARED_MEMORY
 from onecopy.pieces import updated_in
 from onecopy.plan import ParamSpec
 
@@ -145,9 +144,9 @@ def checks_steps(environment: Mapping[str, str]) -> bool:
 
 
 def check_switches(environment: Mapping[str, str]) -> None:
-    asked = environment.get(SHARED_MEMORY, "")
+    asked = environment.get("ONECOPY_SHARED_MEMORY", "")
     if asked not in ("", "0", "1"):
-        raise ValueError(f"{SHARED_MEMORY}={asked}: expected 0, 1, or nothing")
+        raise ValueError(f"ONECOPY_SHARED_MEMORY={asked}: expected 0, 1, or nothing")
 
 
 def check_options(check_every: int | None, master_dtype: Any) -> None:

@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 
-SWITCH = "ONECOPY_SHARED_MEMORY"
 # Below this a message through gloo costs less than the two that lending takes.
 WORTH_LENDING = 64 * 1024
 _ALIGNMENT = 64
@@ -206,7 +205,7 @@ _SECRET = b"onecopy memory\0\0"
 
 def _probe(world_size: int) -> SharedMemory | None:
     """Memory by which others find out whether they can read it."""
-    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
+    if os.environ.get("ONECOPY_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
         return None
     try:
         memory = SharedMemory(len(_SECRET), world_size)
