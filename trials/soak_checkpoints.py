@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,24 @@ if TYPE_CHECKING:
 
 # optimizer.save, the full state dict, dcp.save of sharded(), and the same in the background.
 WAYS = ("own", "full", "dcp", "async")
+BY_DCP = ("dcp", "async")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint to go back to."""
+
+    way: str
+    path: Path
+    planned: frozenset[str]  # the parameters that had a place in the plan
+    shadow: dict[str, Any]
+
+
+def planned_by(job: Job) -> frozenset[str]:
+    """Those that have been trained at some time."""
+    roster = job.optimizer._roster
+    planned = {roster.params[index] for index in job.optimizer._plan.params}
+    return frozenset(name for name, param in job.net.named_parameters() if param in planned)
 
 
 class Keeper:
@@ -26,34 +45,35 @@ class Keeper:
         self._rank = rank
         self._under_way: Any = None
         self._own_group: Any = None  # async_save communicates from a thread
-        self._kept: tuple[str, Path, dict[str, Any]] | None = None
+        self._kept: Kept | None = None
         self._saved = 0
 
     # ------------------------------------------------------------------ in a leg
 
     def keep(self, way: str, job: Job) -> None:
         """Save, and remember the shadow as it is now."""
-        self.finish()
         self._saved += 1
         path = self._directory / f"leg{job.leg.number}-{self._saved}"
         self.save(way, path, job)
-        self._kept = way, path, job.shadow.snapshot()
+        self._kept = Kept(way, path, planned_by(job), job.shadow.snapshot())
 
     def forget(self) -> None:
         """What was kept no longer fits: the job has other groups now."""
         self._kept = None
 
-    @property
-    def has_kept(self) -> bool:
-        return self._kept is not None
+    def can_go_back(self, job: Job) -> bool:
+        """DCP reads what it is asked for: what was unfrozen since would be missing."""
+        if self._kept is None:
+            return False
+        unfrozen = {n for n, p in job.net.named_parameters() if p.requires_grad}
+        return self._kept.way not in BY_DCP or planned_by(job) | unfrozen == self._kept.planned
 
     def go_back(self, job: Job) -> None:
         """To what was kept last, which has been trained on since."""
         assert self._kept is not None
         self.finish()
-        way, path, shadow = self._kept
-        self.load(way, path, job)
-        job.shadow.restore(shadow)
+        self.load(self._kept.way, self._kept.path, job)
+        job.shadow.restore(self._kept.shadow)
 
     def finish(self) -> None:
         """Wait for what is saved in the background."""
@@ -69,7 +89,8 @@ class Keeper:
         self.save(job.leg.leaves, path, job)
         self.finish()
         if self._rank == 0:
-            torch.save(job.shadow.snapshot(), path / "shadow.pt")
+            left = {**job.shadow.snapshot(), "planned": sorted(planned_by(job))}
+            torch.save(left, path / "shadow.pt")
         dist.barrier()
 
     def left_by(self, leg: int) -> Path:
@@ -82,6 +103,7 @@ class Keeper:
     # ------------------------------------------------------------------ the ways
 
     def save(self, way: str, path: Path, job: Job) -> None:
+        self.finish()  # two at once would meet on their group
         path.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         savers: dict[str, Callable[[Path, Job], None]] = {
@@ -96,7 +118,7 @@ class Keeper:
 
     def load(self, way: str, path: Path, job: Job) -> None:
         """The model and the optimizer, in one order or the other."""
-        if way in ("dcp", "async"):
+        if way in BY_DCP:
             form = {"net": job.net.state_dict(), "optim": job.optimizer.sharded(job.net)}
             dcp.load(form, checkpoint_id=path)
             return

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import World
-from soak_checkpoints import Keeper
+from soak_checkpoints import BY_DCP, Keeper
 from soak_net import CASES, Batch, SoakNet
 from soak_shadow import Shadow, average_by_hand, ddp
 from torch import nn
@@ -25,7 +25,8 @@ from torch import nn
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.pieces import MASTER
 
-NOT_OPTIONS = {"params", "param_names", "optimizer_class", "partition"}
+# torch gives `differentiable` to groups that are added after a load; DCP does not bring it back.
+NOT_OPTIONS = {"params", "param_names", "optimizer_class", "partition", "differentiable"}
 
 
 class Difference(AssertionError):
@@ -88,23 +89,29 @@ class Job:
         self.random = random.Random(f"{leg.seed} {leg.number}")  # the same on all ranks
         self.tally = Tally()
         self.keeper = Keeper(leg.directory, world.rank)
-        self.shadow = self._first_shadow()
         self.net = SoakNet(self.case.dtype)
-        self.net.grown = self.shadow.net.grown
-        self.follow_flags()
-        self.optimizer = self._built()
         self.mode = Mode(is_attached=False, in_ddp=False)
         self.module: nn.Module = self.net
         self.has_unfrozen = False  # since the last step
-        if leg.finds is not None:
-            self.keeper.load(leg.finds, self.keeper.left_by(leg.number - 1), self)
-            self.compare()
+        if leg.finds is None:
+            self.shadow = Shadow(self.case, self.case.first_groups(self.net))
+            self.optimizer = self._built()
+        else:
+            self._resume(leg.finds)
         self.enter(self.random.choice(MODES))
 
-    def _first_shadow(self) -> Shadow:
-        if self.leg.finds is None:
-            return Shadow(self.case, self.case.first_groups(SoakNet(self.case.dtype)))
-        return Shadow.resumed(self.case, self.keeper.shadow_left_by(self.leg.number - 1))
+    def _resume(self, way: str) -> None:
+        left = self.keeper.shadow_left_by(self.leg.number - 1)
+        self.shadow = Shadow.resumed(self.case, left)
+        self.net.grown = self.shadow.net.grown
+        self.follow_flags()
+        if way in BY_DCP:  # it would leave the state of what is frozen behind
+            for name, param in self.net.named_parameters():
+                param.requires_grad_(name in left["planned"])
+        self.optimizer = self._built()
+        self.keeper.load(way, self.keeper.left_by(self.leg.number - 1), self)
+        self.follow_flags()
+        self.compare()
 
     def _built(self) -> ZeroRedundancyOptimizer:
         """On the groups of the shadow: all at once, or one after the other."""
@@ -114,7 +121,7 @@ class Job:
             [group.on(self.net) for group in self.shadow.groups[:first]],
             self.case.optimizer_class,
             parameters_as_bucket_view=draw.random() < 0.3,
-            bucket_mb=draw.choice([None, 0.0005, 0.01]),
+            bucket_mb=draw.choice([None, 0.003, 0.02]),
             master_dtype=self.case.master_dtype,
             check_every=draw.choice([None, 7]),
             **self.case.options,
@@ -227,7 +234,9 @@ class Job:
             if mine != plain:
                 raise self._difference(f"{what}: {mine!r} and {plain!r}")
         elif (mine.dtype, mine.shape) != (plain.dtype, plain.shape):
-            raise self._difference(f"{what}: {mine.dtype} {mine.shape}, {plain.dtype} {plain.shape}")
+            raise self._difference(
+                f"{what}: {mine.dtype} {mine.shape}, {plain.dtype} {plain.shape}"
+            )
         elif not torch.equal(mine, plain):
             count = int((mine != plain).sum())
             raise self._difference(f"{what}: {count} of {mine.numel()} elements")

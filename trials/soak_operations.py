@@ -116,7 +116,7 @@ def save(job: Job) -> bool:
 
 def go_back(job: Job) -> bool:
     """Load the last checkpoint, after more steps."""
-    if not job.keeper.has_kept:
+    if not job.keeper.can_go_back(job):
         return False
     job.zero_grad()
     job.keeper.go_back(job)
