@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-# Why: DDP prints a warning on each rank where no parameter happens to be unused.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import harness
 import torch.distributed as dist
@@ -77,6 +75,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200, help="how many (200)")
     parser.add_argument("--seed", type=int, help="of the first run (a new one)")
     given = parser.parse_args()
+    # Why: DDP warns on each rank where no parameter happens to be unused.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"races: seed {seed}, {given.runs} runs", flush=True)
     start, done, sleeps, failure = time.monotonic(), 0, 0, ""

@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-# Why: DDP prints a warning on each rank where no parameter happens to be unused.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import harness
 from soak_checkpoints import WAYS
@@ -126,6 +124,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25, help="steps in a leg (25)")
     parser.add_argument("--legs", type=int, help="end after so many legs, whatever the time")
     given = parser.parse_args()
+    # Why: DDP warns on each rank where no parameter happens to be unused.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"soak: seed {seed}, {given.minutes:g} minutes, up to {given.ranks} ranks", flush=True)
     start = time.monotonic()

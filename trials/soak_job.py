@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,18 +203,28 @@ class Job:
         self.tally.comparisons += 1
 
     def compare(self) -> None:
-        """Parameters on all ranks, options on all, and the state on one."""
-        self.compare_parameters()
+        """Parameters on all ranks, options on all, and the state on one. If one rank finds a
+        difference, all raise."""
+        found: list[Difference] = []
+        with _noting(found):
+            self.compare_parameters()
+            self._compare_options()
+        to = self.random.randrange(self.world.size)
+        self.optimizer.consolidate_state_dict(to)
+        if self.world.rank == to:
+            with _noting(found):
+                self._compare_state(self.optimizer.state_dict()["state"])
+        anywhere = torch.tensor(len(found))
+        dist.all_reduce(anywhere)
+        if anywhere:
+            raise found[0] if found else Difference("found by another rank")
+
+    def _compare_options(self) -> None:
         for group, theirs in zip(self.optimizer.param_groups, self.shadow.options, strict=True):
             mine = {key: group[key] for key in group.keys() - NOT_OPTIONS}
             plain = {key: theirs[key] for key in theirs.keys() - NOT_OPTIONS}
             if mine != plain:
                 raise self._difference(f"options: {mine} and {plain}")
-        to = self.random.randrange(self.world.size)
-        self.optimizer.consolidate_state_dict(to)
-        if self.world.rank == to:
-            self._compare_state(self.optimizer.state_dict()["state"])
-        dist.barrier()  # a difference is found by one rank: the others should not go on
 
     def _compare_state(self, found: dict[int, dict[str, Any]]) -> None:
         names = [name for group in self.shadow.groups for name in group.names]
@@ -245,3 +256,11 @@ class Job:
         place = f"leg {self.leg.number} ({self.leg.case}, {self.mode}), step {self.tally.steps}"
         last = ", ".join(self.keeper.diary[-12:])
         return Difference(f"{what} differ on rank {self.world.rank}; {place}; before it: {last}")
+
+
+@contextlib.contextmanager
+def _noting(found: list[Difference]) -> Iterator[None]:
+    try:
+        yield
+    except Difference as difference:
+        found.append(difference)
