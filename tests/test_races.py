@@ -16,7 +16,7 @@ from onecopy.gatherer import Gatherer
 from onecopy.lazy import LazyWaits
 from onecopy.reducer import Reducer
 
-PATIENCE = {"timeout": 200.0, "pg_timeout": 400.0}
+PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -51,7 +51,7 @@ def race_with_a_fault(
     world: World, runs: list[tuple[int, Course]], directory: Path, fault: str
 ) -> None:
     if fault == "a forward does not wait":
-        patch = mock.patch.object(LazyWaits, "_before", lambda *_: None)
+        patch = mock.patch.object(LazyWaits, "_before", return_value=None)
     else:
         patch = mock.patch.object(Reducer, "_land", land_without_waiting)
     with patch:

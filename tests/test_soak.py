@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from soak_checkpoints import WAYS
 from soak_job import Job, Leg
 from soak_net import CASES
 from soak_operations import sail, train
+from watchdog import verdict, watchdog
 
-PATIENCE = {"timeout": 200.0, "pg_timeout": 400.0}
+PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,7 +93,7 @@ def test_a_load_that_does_nothing_is_a_difference(tmp_path: Path) -> None:
     ("failure", "expected"),
     [
         ("Difference: bias differ on rank 1", "1 differences, 0 hangs, 0 errors"),
-        ("==== rank 0 did not finish within 300 s ====", "0 differences, 1 hangs, 0 errors"),
+        ("rank 0 printed\nTimeout (0:05:00)!", "0 differences, 1 hangs, 0 errors"),
         ("==== rank 0 raised ====\nValueError: no", "0 differences, 0 hangs, 1 errors"),
         ("", "0 differences, 0 hangs, 0 errors"),
     ],
@@ -100,3 +102,17 @@ def test_a_summary_says_what_went_wrong(failure: str, expected: str, tmp_path: P
     soak = Soak(1, 2, 1, tmp_path)
     soak.failure = failure
     assert soak.summary(0.5).endswith(expected)
+
+
+def stall(world: World) -> None:
+    with watchdog(patience=2.0) as progress:
+        progress()
+        while world.rank == 0:
+            time.sleep(0.1)
+
+
+def test_a_rank_that_makes_no_progress_tells_where_it_is() -> None:
+    with pytest.raises(RankFailure, match="Timeout") as failure:
+        run_on_ranks(2, stall, fresh=True, **PATIENCE)
+    assert verdict(str(failure.value)) == "0 differences, 1 hangs, 0 errors"
+    assert "in stall" in str(failure.value)

@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import harness
 from soak_checkpoints import WAYS
-from soak_job import Difference, Leg, Tally
+from soak_job import Leg, Tally
 from soak_net import CASES
 from soak_operations import sail
+from watchdog import FOREVER, verdict
 
 LEGS = 6
-PATIENCE = 300.0  # seconds for a leg, which takes about ten: after that its ranks hang
 
 
 @dataclass
@@ -49,7 +49,6 @@ class Soak:
     ranks: int
     rounds: int  # of an operation and a step, in a leg
     directory: Path
-    patience: float = PATIENCE
     tally: Tally = field(default_factory=Tally)
     legs: int = 0
     voyages: int = 0
@@ -79,12 +78,7 @@ class Soak:
                 self.changes += leg.finds is not None
                 self._show(ranks, leg, time.monotonic() - start)
                 try:
-                    results = harness.run_on_ranks(
-                        *(ranks, sail, leg),
-                        timeout=self.patience,
-                        pg_timeout=2 * self.patience,  # the stacks of all ranks tell more
-                        fresh=True,
-                    )
+                    results = harness.run_on_ranks(ranks, sail, leg, fresh=True, **FOREVER)
                 except harness.RankFailure as failure:
                     self.failure = str(failure)
                     return
@@ -102,17 +96,13 @@ class Soak:
 
     def summary(self, minutes: float) -> str:
         tally = self.tally
-        hangs = "did not finish within " in self.failure and " raised ====" not in self.failure
-        differs = Difference.__name__ + ":" in self.failure
-        errors = bool(self.failure) and not hangs and not differs
         kinds = ", ".join(f"{name} {n}" for name, n in sorted(tally.operations.items()))
         return (
             f"operations: {kinds}\n"
             f"soak: {minutes:.1f} minutes, {self.ranks} ranks at most, {self.voyages} voyages, "
             f"{self.legs} legs, {self.changes} changes of world size, {tally.steps} steps, "
             f"{sum(tally.operations.values())} operations, {tally.checkpoints} checkpoints, "
-            f"{tally.comparisons} comparisons: {int(differs)} differences, {int(hangs)} hangs, "
-            f"{int(errors)} errors"
+            f"{tally.comparisons} comparisons: {verdict(self.failure)}"
         )
 
 

@@ -13,17 +13,21 @@ from harness import World
 from soak_checkpoints import WAYS
 from soak_job import MODES, Difference, Job, Leg, Tally
 from soak_net import ALWAYS_TRAINED, SPARES
+from watchdog import watchdog
 
 
 def sail(world: World, leg: Leg) -> Tally:
     """One leg: on every rank, from its start to the checkpoint for the next one."""
-    job = Job(world, leg)
-    for _ in range(leg.rounds):
-        perform(job)
-        train(job)
-    job.compare()
-    job.zero_grad()
-    job.keeper.leave(job)
+    with watchdog() as progress:
+        job = Job(world, leg)
+        for _ in range(leg.rounds):
+            progress()
+            perform(job)
+            train(job)
+        progress()
+        job.compare()
+        job.zero_grad()
+        job.keeper.leave(job)
     return job.tally
 
 
