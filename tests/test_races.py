@@ -21,7 +21,7 @@ PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_delays_change_no_bit(ranks: int, tmp_path: Path) -> None:
-    chosen = itertools.islice(courses(), 4 * (ranks - 2), 4 * (ranks - 1))
+    chosen = itertools.islice(courses(), 3 * (ranks - 2), 3 * (ranks - 1))
     runs = [(100 * ranks + number, course) for number, course in enumerate(chosen)]
     slept = run_on_ranks(ranks, race, runs, tmp_path, **PATIENCE)
     assert all(count > 20 for count in slept), slept
