@@ -22,7 +22,7 @@ SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint types format \
+.PHONY: help demo test test-all soak races test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
         clean
 
@@ -39,6 +39,13 @@ test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 test-all: lint types ## the same with the slow tests
 	$(BIN)/pytest -m ""
 	$(MAKE) --no-print-directory test-integrations
+
+soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an unsharded shadow
+	$(BIN)/python trials/soak.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
+	    $(if $(filter command line environment,$(origin RANKS)),--ranks $(RANKS))
+
+races: $(VENV)/.installed ## RUNS=200 seeded runs with random delays, overlap on: no bit changes
+	$(BIN)/python trials/races.py --runs $(or $(RUNS),200) $(if $(SEED),--seed $(SEED))
 
 test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
 	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py
@@ -86,7 +93,7 @@ bench-checkpoint: $(VENV)/.installed ## time and memory of writing and reading c
 
 clean: ## remove caches and build leftovers, keep the virtual environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report
-	find onecopy tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find onecopy tests trials examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Torch first and alone; then the lock, in which nothing is resolved; then the package itself.
 $(VENV)/.installed: requirements/torch.txt requirements/dev.txt pyproject.toml

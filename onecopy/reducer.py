@@ -192,7 +192,8 @@ class Reducer:
         """
         phase = self._phase
         assert phase is not None
-        if index in phase.arrived:
+        # What was unfrozen and is not planned yet stays in ``param.grad``: see ``catch_up``.
+        if index in phase.arrived or index not in self._lanes_of:
             return
         phase.arrived.add(index)
         if grad is not None:

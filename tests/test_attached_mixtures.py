@@ -1,24 +1,17 @@
-"""Attached mode with two classes in one object, compiled modules, and ranks out of step."""
+"""Attached mode with two classes in one object, and with compiled modules."""
 
 from __future__ import annotations
 
-import copy
-import random
-import time
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from attached import EVERY_FEED, AttachedTwins
 from harness import World, distributed
-from models import Mlp, TiedNet, assert_same_on_all_ranks, noise, seed_of
+from models import Mlp, TiedNet, assert_same_on_all_ranks
 from test_lazy import Delays
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adafactor, AdamW
-
-from onecopy import ZeroRedundancyOptimizer
 
 # ---------------------------------------- classes ----------------------------------------
 
@@ -101,67 +94,3 @@ def test_a_compiled_module(world: World, feed: str, lazy: bool, first: str) -> N
             twins.step()
     twins.assert_same(rtol=1e-5, atol=1e-6)
     assert_same_on_all_ranks(twins.model)
-
-
-# ---------------------------------------- ranks out of step ------------------------------------
-
-
-class Crossing(nn.Module):
-    """Even ranks compute the left branch first, odd ones the right: gradients come in another
-    order on each."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.trunk = nn.Linear(11, 17)
-        self.branches = nn.ModuleList(
-            nn.Sequential(nn.Linear(17, 19), nn.Tanh(), nn.Linear(19, 3)) for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.trunk(x))
-        order = self.branches if self.rank % 2 == 0 else reversed(self.branches)
-        return torch.cat([branch(x) for branch in order]).square().mean()
-
-    def batch(self, seed: Iterable[int]) -> torch.Tensor:
-        return noise(6, 11, seed=seed)
-
-
-def delay(model: nn.Module, rank: int) -> None:
-    """Forwards and gradients take other times on every rank."""
-    random_ = random.Random(rank)
-
-    def late(*_: Any) -> None:
-        time.sleep(random_.random() * 0.002)
-
-    for module in model.modules():
-        module.register_forward_pre_hook(late)
-    for param in model.parameters():
-        param.register_hook(late)
-
-
-def trained(
-    world: World, feed: str, bucket_mb: float, lazy: bool, delayed: bool
-) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Crossing(world.rank)
-    if delayed:
-        delay(model, world.rank)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, bucket_mb=bucket_mb, lr=0.01)
-    optimizer.attach(module, lazy_gather=lazy)
-    for step in range(3):
-        module(model.batch(seed_of(world, step))).backward()
-        optimizer.step()
-    return copy.deepcopy(model.state_dict())
-
-
-@distributed(1, 2, 3, 4)
-@EVERY_FEED
-def test_delays_and_buckets_change_no_bit(world: World, feed: str) -> None:
-    expected = trained(world, feed, bucket_mb=25, lazy=False, delayed=False)
-    for bucket_mb in (2e-4, 25):
-        for lazy in (False, True):
-            found = trained(world, feed, bucket_mb, lazy, delayed=True)
-            for name, value in expected.items():
-                assert torch.equal(found[name], value), (name, bucket_mb, lazy)

@@ -1,0 +1,118 @@
+"""`make soak` in small: every class on a short voyage, and mistakes that it has to find."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankFailure, World, run_on_ranks
+from soak import LEGS, Soak
+from soak_checkpoints import WAYS
+from soak_job import Job, Leg
+from soak_net import CASES
+from soak_operations import sail, train
+from watchdog import verdict, watchdog
+
+PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_voyage_ends_where_its_shadow_does(case: str, tmp_path: Path) -> None:
+    number = list(CASES).index(case)
+    finds, steps = None, 0
+    for place, size in enumerate((4, 3)):
+        leaves = WAYS[(number + place) % len(WAYS)]
+        leg = Leg(number, 10 * number + place, case, 6, tmp_path, leaves, finds)
+        tallies = run_on_ranks(size, sail, leg, **PATIENCE)
+        assert tallies[0] == tallies[-1]
+        steps += tallies[0].steps
+        assert tallies[0].comparisons > 1
+        assert tallies[0].checkpoints
+        finds = leaves
+    assert steps == 12
+
+
+def test_a_soak_depends_on_its_seed_only(tmp_path: Path) -> None:
+    voyages = [list(Soak(5, 8, 3, tmp_path).voyage(number)) for number in (0, 0, 1)]
+    assert voyages[0] == voyages[1]
+    assert voyages[0] != voyages[2]
+    sizes = [size for size, _ in voyages[0]]
+    assert len(sizes) == LEGS
+    assert sizes[0] == 8
+    assert all(a != b for a, b in itertools.pairwise(sizes))
+
+
+# ---------------------------------------- what it finds ----------------------------------------
+
+
+def sail_with_one_wrong_bit(world: World, leg: Leg, where: str) -> None:
+    job = Job(world, leg)
+    train(job)
+    job.optimizer.wait()
+    last = world.rank == world.size - 1
+    if where == "parameter" and last:
+        with torch.no_grad():
+            job.net.trunk.bias.view(torch.int32)[0] ^= 1
+    elif where == "state":
+        for state in job.optimizer.state.values():
+            if state["exp_avg"].ndim == 1 and state["exp_avg"].numel():
+                state["exp_avg"].view(torch.int32)[0] ^= 1
+    elif where == "options":
+        job.optimizer.param_groups[1]["lr"] *= 1.0000001
+    job.compare()
+
+
+@pytest.mark.parametrize("where", ["parameter", "state", "options"])
+def test_one_wrong_bit_is_a_difference(where: str, tmp_path: Path) -> None:
+    leg = Leg(1, 0, "AdamW", 1, tmp_path, "own")
+    with pytest.raises(RankFailure, match="differ on rank"):
+        run_on_ranks(2, sail_with_one_wrong_bit, leg, where, **PATIENCE)
+
+
+def sail_and_forget_to_go_back(world: World, leg: Leg) -> None:
+    """The shadow goes back to a checkpoint, the job does not."""
+    job = Job(world, leg)
+    train(job)
+    job.keeper.keep("own", job)
+    train(job)
+    job.keeper.load = lambda *_: None
+    job.keeper.go_back(job)
+    job.compare()
+
+
+def test_a_load_that_does_nothing_is_a_difference(tmp_path: Path) -> None:
+    leg = Leg(1, 0, "AdamW", 1, tmp_path, "own")
+    with pytest.raises(RankFailure, match="Difference: "):
+        run_on_ranks(2, sail_and_forget_to_go_back, leg, **PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        ("Difference: bias differ on rank 1", "1 differences, 0 hangs, 0 errors"),
+        ("rank 0 printed\nTimeout (0:05:00)!", "0 differences, 1 hangs, 0 errors"),
+        ("==== rank 0 raised ====\nValueError: no", "0 differences, 0 hangs, 1 errors"),
+        ("", "0 differences, 0 hangs, 0 errors"),
+    ],
+)
+def test_a_summary_says_what_went_wrong(failure: str, expected: str, tmp_path: Path) -> None:
+    soak = Soak(1, 2, 1, tmp_path)
+    soak.failure = failure
+    assert soak.summary(0.5).endswith(expected)
+
+
+def stall(world: World) -> None:
+    with watchdog(patience=2.0) as progress:
+        progress()
+        while world.rank == 0:
+            time.sleep(0.1)
+
+
+def test_a_rank_that_makes_no_progress_tells_where_it_is() -> None:
+    with pytest.raises(RankFailure, match="Timeout") as failure:
+        run_on_ranks(2, stall, fresh=True, **PATIENCE)
+    assert verdict(str(failure.value)) == "0 differences, 1 hangs, 0 errors"
+    assert "in stall" in str(failure.value)

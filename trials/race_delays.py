@@ -1,0 +1,75 @@
+"""Random delays around every collective and every hook of the package, from outside.
+
+While a `Delays` is entered, every method of the classes below may sleep before and after it runs:
+those that launch and await collectives, those that autograd, DDP and modules call as hooks, and
+those that hand over between them. When and how long is decided by a seed, on each rank otherwise.
+Threads change places a thousand times as often as usual.
+
+Enter it before the optimizer is built: hooks are bound when they are registered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from onecopy.attachment import Attachment
+from onecopy.exchange import Exchange
+from onecopy.feeds import DDPFeed, ModuleFeed, _Switch
+from onecopy.gatherer import Gatherer
+from onecopy.lanes import Lane
+from onecopy.lazy import LazyWaits
+from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.reducer import Reducer
+from onecopy.transport import Pending, Transport
+
+DELAYED = (Attachment, DDPFeed, Exchange, Gatherer, Lane, LazyWaits, ModuleFeed, Pending, Reducer)
+DELAYED += (Transport, ZeroRedundancyOptimizer, _Switch)
+LONGEST = 0.003  # seconds: many times what a collective of the small models takes
+OFTEN = 0.08  # of the calls
+QUICK_SWITCHES = 5e-6  # seconds
+
+
+class Delays(contextlib.ExitStack):
+    """Sleeps, seeded, in this process."""
+
+    def __init__(self, seed: int, rank: int, longest: float = LONGEST) -> None:
+        super().__init__()
+        self._random = random.Random(f"{seed} {rank}")
+        self._longest = longest
+        self.count = 0  # of sleeps
+
+    def __enter__(self) -> Delays:
+        super().__enter__()
+        for cls in DELAYED:
+            for name, function in vars(cls).items():
+                if inspect.isfunction(function) and not name.startswith("__"):
+                    late = self._late(function)
+                    self.enter_context(mock.patch.object(cls, name, late))
+        self.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(QUICK_SWITCHES)
+        return self
+
+    def sleep(self, *_: Any) -> None:
+        """Perhaps. May be a hook itself."""
+        if self._random.random() < OFTEN:
+            self.count += 1
+            time.sleep(self._random.random() * self._longest)
+
+    def _late(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # DDP looks at the annotations of its hook
+        def late(*args: Any, **kwargs: Any) -> Any:
+            self.sleep()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.sleep()
+
+        return late

@@ -1,0 +1,143 @@
+"""Load: ranks that outnumber the cores train for a long time, while everything happens to them.
+
+    make soak                            # 30 minutes, 8 ranks
+    make soak MINUTES=5 SEED=7 RANKS=4
+
+A soak is a row of voyages, each a training run from scratch with one of the optimizer classes. A
+voyage has six legs. Each leg is a job with processes of its own, on another number of ranks, and
+starts from the checkpoint of the leg before. Within a leg parameters are frozen and unfrozen,
+groups are added, gradients are accumulated, clipped and dropped, modes change, checkpoints are
+written and gone back to, and the job is copied, in an order that the seed decides. At every
+checkpoint and at the end of every leg it is compared, bit for bit, with a shadow: the same training
+by plain optimizers, unsharded.
+
+The exit code is 1 if anything differed, hung or raised, and the last lines say how to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import harness
+from soak_checkpoints import WAYS
+from soak_job import Leg, Tally
+from soak_net import CASES
+from soak_operations import sail
+from watchdog import FOREVER, verdict
+
+LEGS = 6
+
+
+@dataclass
+class Soak:
+    """What a soak is told, and what has become of it."""
+
+    seed: int
+    ranks: int
+    rounds: int  # of an operation and a step, in a leg
+    directory: Path
+    tally: Tally = field(default_factory=Tally)
+    legs: int = 0
+    voyages: int = 0
+    changes: int = 0  # of the number of ranks
+    failure: str = ""
+
+    def voyage(self, number: int) -> Iterator[tuple[int, Leg]]:
+        """The numbers of ranks and the legs of a voyage, which depend on the seed only."""
+        draw = random.Random(f"{self.seed} {number}")
+        case = list(CASES)[number % len(CASES)]
+        directory = self.directory / f"voyage{number}"
+        ranks, finds = self.ranks, None
+        for leg in range(LEGS):
+            leaves = draw.choice(WAYS)
+            # Numbered through, so that no two legs of a soak draw the same operations.
+            of_all = number * LEGS + leg
+            yield ranks, Leg(self.seed, of_all, case, self.rounds, directory, leaves, finds)
+            finds = leaves
+            ranks = draw.choice([n for n in range(1, self.ranks + 1) if n != ranks] or [1])
+
+    def run(self, minutes: float, most_legs: float = float("inf")) -> None:
+        """Until the time is over, a number of legs is done, or one of them fails."""
+        start = time.monotonic()
+        for number in itertools.count():
+            self.voyages += 1
+            for ranks, leg in self.voyage(number):
+                self.changes += leg.finds is not None
+                self._show(ranks, leg, time.monotonic() - start)
+                try:
+                    results = harness.run_on_ranks(ranks, sail, leg, fresh=True, **FOREVER)
+                except harness.RankFailure as failure:
+                    self.failure = str(failure)
+                    return
+                self.tally.add(results[0])
+                self.legs += 1
+                if time.monotonic() - start > 60 * minutes or self.legs >= most_legs:
+                    return
+            shutil.rmtree(self.directory / f"voyage{number}")
+
+    def _show(self, ranks: int, leg: Leg, seconds: float) -> None:
+        if sys.stderr.isatty():
+            line = f"{seconds / 60:.1f} min, leg {self.legs + 1}: {leg.case} on {ranks} ranks"
+            line += f", {self.tally.steps} steps, {self.tally.comparisons} comparisons"
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+
+    def summary(self, minutes: float) -> str:
+        tally = self.tally
+        kinds = ", ".join(f"{name} {n}" for name, n in sorted(tally.operations.items()))
+        return (
+            f"operations: {kinds}\n"
+            f"soak: {minutes:.1f} minutes, {self.ranks} ranks at most, {self.voyages} voyages, "
+            f"{self.legs} legs, {self.changes} changes of world size, {tally.steps} steps, "
+            f"{sum(tally.operations.values())} operations, {tally.checkpoints} checkpoints, "
+            f"{tally.comparisons} comparisons: {verdict(self.failure)}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="train under load, beside an unsharded shadow")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
+    parser.add_argument("--ranks", type=int, default=8, help="processes at most (8)")
+    parser.add_argument("--seed", type=int, help="decides all that happens (a new one)")
+    parser.add_argument("--rounds", type=int, default=25, help="steps in a leg (25)")
+    parser.add_argument("--legs", type=int, help="end after so many legs, whatever the time")
+    given = parser.parse_args()
+    # Why: DDP warns on each rank where no parameter happens to be unused.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    seed = secrets.randbelow(10**6) if given.seed is None else given.seed
+    print(f"soak: seed {seed}, {given.minutes:g} minutes, up to {given.ranks} ranks", flush=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="onecopy-soak-") as directory:
+        soak = Soak(seed, given.ranks, given.rounds, Path(directory))
+        try:
+            soak.run(given.minutes, given.legs or float("inf"))
+        finally:
+            harness.shutdown()
+            if sys.stderr.isatty():
+                print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    if soak.failure:
+        print(soak.failure)
+    print(soak.summary((time.monotonic() - start) / 60))
+    if soak.failure:
+        script = Path(sys.argv[0])
+        print(
+            f"to repeat it: {sys.executable} {script} --seed {seed} --ranks {given.ranks} "
+            f"--rounds {given.rounds} --legs {soak.legs + 1}"
+        )
+    return int(bool(soak.failure))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
