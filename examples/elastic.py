@@ -1,10 +1,13 @@
 """Train so that the job may be killed at any moment: it goes on from the last complete checkpoint.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py
 
 When a process dies, torchrun ends the others and starts all of them again, at most three times.
-Start it again yourself with any other number of processes: a checkpoint does not depend on it, and
-here the data does not either, because a sample belongs to a step and not to a rank.
+(Without that variable they get the store of the dead ones, find the old addresses in it, and fail
+or hang while they connect.) Start it again yourself with any other number of processes: a
+checkpoint does not depend on it, and here the data does not either, because a sample belongs to a
+step and not to a rank.
 
     checkpoints/step-00000010/model.pt   the parameters, from rank 0
                              /optim      the optimizer's state, from all ranks
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +107,8 @@ def resume(directory: Path, net: nn.Module, optimizer: ZeroRedundancyOptimizer) 
 
 
 if __name__ == "__main__":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        sys.exit("expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which no restart works")
     # A process that dies is noticed at once. If its whole machine is lost, the others may wait as
     # long as is said here: longer than the slowest step, and no more.
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
