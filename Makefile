@@ -22,7 +22,7 @@ SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint types format \
+.PHONY: help demo test test-all chaos test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
         clean
 
@@ -39,6 +39,9 @@ test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 test-all: lint types ## the same with the slow tests
 	$(BIN)/pytest -m ""
 	$(MAKE) --no-print-directory test-integrations
+
+chaos: $(VENV)/.installed ## kill ranks at 50 chosen moments: does the training go on as if nothing had been?
+	$(BIN)/python trials/chaos.py
 
 test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
 	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py
@@ -86,7 +89,7 @@ bench-checkpoint: $(VENV)/.installed ## time and memory of writing and reading c
 
 clean: ## remove caches and build leftovers, keep the virtual environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report
-	find onecopy tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find onecopy tests trials examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Torch first and alone; then the lock, in which nothing is resolved; then the package itself.
 $(VENV)/.installed: requirements/torch.txt requirements/dev.txt pyproject.toml

@@ -94,7 +94,7 @@ class Tally:
     kills: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
     resumed: int = 0
-    repeated_steps: int = 0
+    lost_steps: int = 0  # begun, and done again after the restart
     hangs: int = 0
     not_loaded: int = 0
     other_faults: int = 0
@@ -111,7 +111,7 @@ class Tally:
         by_phase = ", ".join(f"{phase} {self.kills[phase]}" for phase in sorted(self.kills))
         return (
             f"chaos: {self.kills.total()} kills in {self.jobs} jobs ({by_phase}): "
-            f"{self.resumed} resumed, {self.repeated_steps} steps lost and done again, "
+            f"{self.resumed} resumed, {self.lost_steps} steps lost and done again, "
             f"{self.hangs} hangs, {self.not_loaded} checkpoints that did not load, "
             f"{self.differing} of {self.compared} losses differ, "
             f"{self.other_faults} other faults; on another number of ranks the losses are within "
@@ -148,28 +148,27 @@ class Job:
 
     def _judge_lives(self, lives: list[Life], code: int) -> None:
         """Each was ended by its kill alone, and began where those before it had saved."""
-        saved = 0
+        saved = begun = 0
         for life, after in zip(lives, [*lives[1:], None], strict=True):
             self._judge_life(life, is_last=after is None)
+            if life.resumed is not None:
+                if life.resumed < saved:
+                    self._fault(f"{life.name} resumed at {life.resumed}, {saved} was complete")
+                self.tally.lost_steps += max(0, begun - life.resumed)
+                begun = life.resumed
             saved = max(saved, life.saved)
-            if after is None:
-                continue
-            if life.kill:
+            if life.kill and after:
                 self.tally.kills[life.kill["phase"]] += 1
+                begun += life.kill["begun"]
                 wait = after.started - life.kill["time"]
                 self.tally.slowest_restart = max(self.tally.slowest_restart, wait)
-            if after.resumed is not None:
-                self.tally.repeated_steps += max(0, life.last_step - after.resumed)
-                if after.resumed < saved:
-                    self._fault(f"{after.name} resumed at {after.resumed}, {saved} was complete")
         if len(lives) != len(self.plan.kills) + 1 or code != 0:
             self._fault(f"{len(lives)} lives, torchrun ended with {code}")
         if not self.faults:
             self.tally.resumed += len(lives) - 1
 
     def _judge_life(self, life: Life, is_last: bool) -> None:
-        expected = self.plan.kills.get(life.name)
-        if expected and not life.kill:
+        if life.name in self.plan.kills and not life.kill:
             if life.resumed is None and life.errors:
                 self.tally.not_loaded += 1
                 self.faults.append(f"{life.name} did not load:\n{life.errors[0]}")

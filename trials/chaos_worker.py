@@ -160,7 +160,8 @@ class Executioner:
         order, self._order, self._inside = self._order, None, ""
         assert order is not None
         first_line = self._victim_diary.read_text().split("\n", 1)[0]
-        self._diary.write(killed=order["victim"], phase=order["phase"], where=where)
+        begun = self._visits["any"]
+        self._diary.write(killed=order["victim"], phase=order["phase"], where=where, begun=begun)
         os.kill(json.loads(first_line)["pid"], signal.SIGKILL)
 
 

@@ -1,0 +1,75 @@
+"""A real job under torchrun whose ranks are killed; `make chaos` does this fifty times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import chaos
+import pytest
+from chaos_job import Life
+
+
+def kill(phase: str, announcer: int, victim: int, visit: int, site: float) -> dict[str, Any]:
+    order = {"phase": phase, "visit": visit, "site": site, "delay": 0.0}
+    return {**order, "announcer": announcer, "victim": victim}
+
+
+def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been(
+    tmp_path: Path,
+) -> None:
+    in_save = kill("save", announcer=0, victim=0, visit=2, site=0.5)  # before the metadata
+    in_load = kill("load", announcer=1, victim=0, visit=1, site=0.9)
+    kills = {"0.0": in_save, "0.1": in_load}
+    plan = chaos.Plan(0, "attached", ((2, 2),), kills)
+    tally = chaos.Tally()
+    assert chaos.Job(plan, tmp_path, tally).run() == [], (tmp_path / "log").read_text()
+    assert dict(tally.kills) == {"save": 1, "load": 1}
+    assert tally.failures == 0
+    assert tally.resumed == 2
+    assert tally.lost_steps == chaos.SAVE_EVERY
+    # Both ranks, before and after the kills; with the repetition and with a job never killed.
+    assert tally.compared == 2 * 2 * (chaos.STEPS + chaos.SAVE_EVERY)
+
+
+def life(**what: Any) -> Life:
+    return Life(**{"name": "0.1", "ranks": 2, "resumed": 8, **what})
+
+
+@pytest.mark.parametrize(
+    ("lives", "expected"),
+    [
+        ([life(name="0.0", saved=12), life()], "resumed at 8, 12 was complete"),
+        ([life(name="0.0", resumed=None, errors=["why"]), life()], "0.0 did not load:\nwhy"),
+        ([life(name="0.0", errors=["why"]), life()], "0.0 ended by itself:\nwhy"),
+        ([life(name="0.0"), life(done=1)], "0.1 did not come to its end"),
+        ([life(name="0.0")], "1 lives, torchrun ended with 1"),
+    ],
+)
+def test_what_goes_wrong_in_a_job_is_told(tmp_path: Path, lives: list[Life], expected: str) -> None:
+    tally = chaos.Tally()
+    job = chaos.Job(chaos.Plan(0, "attached", ((2, 1),), {"0.0": {}}), tmp_path, tally)
+    job._judge_lives(lives, code=1)
+    assert any(expected in fault for fault in job.faults), job.faults
+    assert tally.failures == len(job.faults)
+
+
+def test_losses_that_differ_in_the_last_bit_are_told(tmp_path: Path) -> None:
+    one, next_to_one = (1.0).hex(), (1.0 + 2**-52).hex()
+    tally = chaos.Tally()
+    job = chaos.Job(chaos.make_plan(0), tmp_path, tally)
+    job._compare(life(curves={0: {1: one, 2: one}}), life(curves={0: {1: one, 2: next_to_one}}))
+    assert (tally.compared, tally.differing) == (2, 1)
+    assert "first at step 2" in job.faults[0]
+
+
+def test_plans_follow_from_the_seed_and_reach_every_phase_and_mode() -> None:
+    plans = [chaos.make_plan(seed) for seed in range(10)]
+    assert plans == [chaos.make_plan(seed) for seed in range(10)]
+    phases = [order["phase"] for plan in plans for order in plan.kills.values()]
+    assert len(phases) == 50
+    assert min(phases.count(phase) for phase in chaos.PHASES) >= 8
+    assert {plan.mode for plan in plans} == set(chaos.MODES)
+    assert {plan.launches[0][0] for plan in plans} == {2, 3}
+    assert {len(plan.launches) for plan in plans} == {1, 2}
+    assert all(plan.kills["0.0"]["phase"] != "load" for plan in plans)
