@@ -8,6 +8,7 @@ from typing import Any
 import chaos
 import pytest
 from chaos_job import Life
+from chaos_plan import MODES, PHASES, SAVE_EVERY, STEPS, Plan, make_plan, make_plans
 
 
 def kill(phase: str, announcer: int, victim: int, visit: int, site: float) -> dict[str, Any]:
@@ -21,15 +22,15 @@ def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been(
     in_save = kill("save", announcer=0, victim=0, visit=2, site=0.5)  # before the metadata
     in_load = kill("load", announcer=1, victim=0, visit=1, site=0.9)
     kills = {"0.0": in_save, "0.1": in_load}
-    plan = chaos.Plan(0, "attached", ((2, 2),), kills)
+    plan = Plan(0, "attached", ((2, 2),), kills)
     tally = chaos.Tally()
     assert chaos.Job(plan, tmp_path, tally).run() == [], (tmp_path / "log").read_text()
     assert dict(tally.kills) == {"save": 1, "load": 1}
     assert tally.failures == 0
     assert tally.resumed == 2
-    assert tally.lost_steps == chaos.SAVE_EVERY
+    assert tally.lost_steps == SAVE_EVERY
     # Both ranks, before and after the kills; with the repetition and with a job never killed.
-    assert tally.compared == 2 * 2 * (chaos.STEPS + chaos.SAVE_EVERY)
+    assert tally.compared == 2 * 2 * (STEPS + SAVE_EVERY)
 
 
 def life(**what: Any) -> Life:
@@ -48,7 +49,7 @@ def life(**what: Any) -> Life:
 )
 def test_what_goes_wrong_in_a_job_is_told(tmp_path: Path, lives: list[Life], expected: str) -> None:
     tally = chaos.Tally()
-    job = chaos.Job(chaos.Plan(0, "attached", ((2, 1),), {"0.0": {}}), tmp_path, tally)
+    job = chaos.Job(Plan(0, "attached", ((2, 1),), {"0.0": {}}), tmp_path, tally)
     job._judge_lives(lives, code=1)
     assert any(expected in fault for fault in job.faults), job.faults
     assert tally.failures == len(job.faults)
@@ -57,19 +58,23 @@ def test_what_goes_wrong_in_a_job_is_told(tmp_path: Path, lives: list[Life], exp
 def test_losses_that_differ_in_the_last_bit_are_told(tmp_path: Path) -> None:
     one, next_to_one = (1.0).hex(), (1.0 + 2**-52).hex()
     tally = chaos.Tally()
-    job = chaos.Job(chaos.make_plan(0), tmp_path, tally)
+    job = chaos.Job(make_plan(0), tmp_path, tally)
     job._compare(life(curves={0: {1: one, 2: one}}), life(curves={0: {1: one, 2: next_to_one}}))
     assert (tally.compared, tally.differing) == (2, 1)
     assert "first at step 2" in job.faults[0]
 
 
 def test_plans_follow_from_the_seed_and_reach_every_phase_and_mode() -> None:
-    plans = [chaos.make_plan(seed) for seed in range(10)]
-    assert plans == [chaos.make_plan(seed) for seed in range(10)]
-    phases = [order["phase"] for plan in plans for order in plan.kills.values()]
+    plans = make_plans(50, machines=2, seed=0)
+    assert plans == make_plans(50, machines=2, seed=0)
+    *of_ranks, first, second = plans
+    phases = [order["phase"] for plan in of_ranks for order in plan.kills.values()]
     assert len(phases) == 50
-    assert min(phases.count(phase) for phase in chaos.PHASES) >= 8
-    assert {plan.mode for plan in plans} == set(chaos.MODES)
-    assert {plan.launches[0][0] for plan in plans} == {2, 3}
-    assert {len(plan.launches) for plan in plans} == {1, 2}
+    assert min(phases.count(phase) for phase in PHASES) >= 8
+    assert {plan.mode for plan in of_ranks} == set(MODES)
+    assert {plan.launches[0][0] for plan in of_ranks} == {2, 3}
+    assert {len(plan.launches) for plan in of_ranks} == {1, 2}
     assert all(plan.kills["0.0"]["phase"] != "load" for plan in plans)
+    assert first.on_machines
+    assert second.on_machines
+    assert first.kills["0.0"]["phase"] == "save"

@@ -1,11 +1,13 @@
 """Kill ranks of real jobs at chosen moments, and see whether the jobs go on as if nothing had been.
 
-    python trials/chaos.py --trials 50 --seed 0        (make chaos)
+    python trials/chaos.py --trials 50 --machines 2 --seed 0        (make chaos)
 
 A trial is one `kill -9` of a random rank: in backward, in step, in gather, in save, in load, or at
 any time. Five trials share a job, which is `examples/elastic.py` under `torchrun --max-restarts`:
 after each kill torchrun starts the ranks again, and they resume from the last complete checkpoint.
 Half of the jobs go on with one rank less at some point: torchrun gives up, and is started again.
+In further trials a whole machine is lost, a rank together with its agent: the other one is left to
+find that out by itself, and goes on alone (`--nnodes=1:2`).
 
 Afterwards the job is judged. From each checkpoint from which it resumed, the training is repeated
 without a kill:
@@ -22,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shutil
 import sys
 import tempfile
@@ -30,61 +31,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from chaos_job import Hang, Life, read_lives, torchrun
+from chaos_job import Hang, Life, read_lives, torchrun, torchrun_on_two_machines
+from chaos_plan import SAVE_EVERY, STEPS, Plan, make_plans
 
-KILLS_A_JOB = 5
-STEPS, SAVE_EVERY = 48, 4
 BOUND = 1e-5  # relative
-MODES = ("drop-in", "attached", "attached DDP")
-PHASES = ("backward", "step", "gather", "save", "load", "any")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All that happens in a job; a function of its seed and of the number of kills."""
-
-    seed: int
-    mode: str
-    launches: tuple[tuple[int, int], ...]  # (ranks, kills); the last one goes on to the end
-    kills: dict[str, dict[str, Any]]  # by life
-
-    def __str__(self) -> str:
-        sizes = " then ".join(str(ranks) for ranks, _ in self.launches)
-        return f"seed {self.seed}, {self.mode}, {sizes} ranks"
-
-
-def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
-    rng = random.Random(seed)
-    ranks = rng.choice((2, 3))
-    shrinks = kills > 1 and rng.random() < 0.5
-    before = rng.randint(1, kills - 1) if shrinks else kills
-    launches = ((ranks, before), (ranks - 1, kills - before)) if shrinks else ((ranks, kills),)
-    phases = [PHASES[(seed * KILLS_A_JOB + i) % len(PHASES)] for i in range(kills)]
-    rng.shuffle(phases)
-    if phases[0] == "load":  # there is nothing to load yet
-        phases.append(phases.pop(0)) if kills > 1 else phases.__setitem__(0, "save")
-    names = [f"{n}.{restart}" for n, (_, k) in enumerate(launches) for restart in range(k)]
-    sizes = [size for size, k in launches for _ in range(k)]
-    orders = {
-        name: _order(rng, phase, size, is_first=name == "0.0")
-        for name, phase, size in zip(names, phases, sizes, strict=True)
-    }
-    return Plan(seed, MODES[seed % len(MODES)], launches, orders)
-
-
-def _order(rng: random.Random, phase: str, ranks: int, is_first: bool) -> dict[str, Any]:
-    """The first kill comes when there is a checkpoint."""
-    visits = {"load": 1, "save": rng.randint(1, 2) + is_first}
-    return {
-        "phase": phase,
-        "visit": visits.get(phase, rng.randint(1, 8) + SAVE_EVERY * is_first),
-        "site": rng.random(),
-        "delay": rng.uniform(0, 0.3),
-        "announcer": rng.randrange(ranks),
-        "victim": rng.randrange(ranks),
-    }
 
 
 @dataclass(slots=True)
@@ -133,11 +84,7 @@ class Job:
             json.dumps({**orders, "kills": self.plan.kills})
         )
         try:
-            code = 0
-            for launch, (ranks, kills) in enumerate(self.plan.launches):
-                is_last = launch == len(self.plan.launches) - 1
-                restarts = kills if is_last else kills - 1
-                code = torchrun(self.directory, ranks, restarts, "train", str(launch))
+            code = self._launch()
             self._judge_lives(list(read_lives(self.directory).values()), code)
             if not self.faults:
                 self._judge_losses()
@@ -145,6 +92,15 @@ class Job:
             self.tally.hangs += 1
             self.faults.append(str(hang))
         return self.faults
+
+    def _launch(self) -> int:
+        """The exit code of the last launch."""
+        *others, (ranks, kills) = self.plan.launches
+        if self.plan.on_machines:
+            return torchrun_on_two_machines(self.directory, kills, "train", "0")
+        for number, (more, last) in enumerate(others):  # the last kill is one too many
+            torchrun(self.directory, more, last - 1, "train", str(number))
+        return torchrun(self.directory, ranks, kills, "train", str(len(others)))
 
     def _judge_lives(self, lives: list[Life], code: int) -> None:
         """Each was ended by its kill alone, and began where those before it had saved."""
@@ -246,33 +202,31 @@ class Job:
                 self.faults.append(f"{life.name}, step {step}: {difference:.1e} off {other.name}")
 
 
-def run_trials(trials: int, seed: int) -> Tally:
-    tally = Tally()
-    left = trials
-    while left > 0:
-        kills = min(KILLS_A_JOB, left)
-        plan = make_plan(seed, kills)
-        directory = Path(tempfile.mkdtemp(prefix="onecopy-chaos-"))
-        start = time.monotonic()
-        faults = Job(plan, directory, tally).run()
-        print(f"{plan}: {kills} kills, {time.monotonic() - start:.0f} s", flush=True)
-        for fault in faults:
-            print(f"  FAILED: {fault}")
-        if faults:
-            print(f"  repeat: python trials/chaos.py --seed {seed} --trials {kills}")
-            print(f"  kept: {directory}", flush=True)
-        else:
-            shutil.rmtree(directory)
-        left, seed = left - kills, seed + 1
-    return tally
+def run(plan: Plan, tally: Tally) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="onecopy-chaos-"))
+    start = time.monotonic()
+    faults = Job(plan, directory, tally).run()
+    kills = len(plan.kills)
+    print(f"{plan}: kills {kills}, {time.monotonic() - start:.0f} s", flush=True)
+    if not faults:
+        shutil.rmtree(directory)
+        return
+    for fault in faults:
+        print(f"  FAILED: {fault}")
+    count = "--trials 0 --machines 1" if plan.on_machines else f"--trials {kills} --machines 0"
+    print(f"  repeat: python trials/chaos.py --seed {plan.seed} {count}")
+    print(f"  all that it wrote: {directory}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--trials", type=int, default=50, help="kills in all")
+    parser.add_argument("--trials", type=int, default=50, help="ranks to kill")
+    parser.add_argument("--machines", type=int, default=2, help="machines to lose")
     parser.add_argument("--seed", type=int, default=0, help="of the first job; the next has seed+1")
     options = parser.parse_args()
-    tally = run_trials(options.trials, options.seed)
+    tally = Tally()
+    for plan in make_plans(options.trials, options.machines, options.seed):
+        run(plan, tally)
     print(tally)
     return 1 if tally.failures else 0
 

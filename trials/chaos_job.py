@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).resolve().parent / "chaos_worker.py"
-# On two busy cores a life begins within ten seconds, and then writes a line in every step. The
-# process group's own timeout is longer than this: a rank that waits for it counts as a hang.
-LONGEST_SILENCE = 90.0
-
+# A life writes a line in every step, and before the first one it imports torch. The process group's
+# own timeout is longer than this: a rank that waits for that counts as a hang.
+LONGEST_SILENCE = 240.0
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -89,19 +89,47 @@ def _take_down(life: Life, curve: Curve, entry: dict[str, Any]) -> None:
 def torchrun(job: Path, ranks: int, restarts: int, *arguments: str) -> int:
     """The exit code; raises Hang, with all stacks in the log, if nothing is written any more."""
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER), str(job)]
-    with (job / "log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT
-        )
-        try:
-            return _wait(process, job / "lives")
-        finally:
-            _end(process, job)
+    return _run(job, [options], arguments)
+
+
+def torchrun_on_two_machines(job: Path, restarts: int, *arguments: str) -> int:
+    """Two agents with a rank each, of which one is enough. The exit code of the first, which
+    hosts the rendezvous and so must not be lost."""
+    options = [
+        *("--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={restarts}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"),
+        "--rdzv-conf=last_call_timeout=40",  # how long the first waits for the second
+    ]
+    return _run(job, [options, options], arguments)
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _run(job: Path, agents: list[list[str]], arguments: tuple[str, ...]) -> int:
+    (job / "lives").mkdir(exist_ok=True)
+    processes = []
+    try:
+        with (job / "log").open("a") as log:
+            for options in agents:
+                command = ["-m", "torch.distributed.run", *options, str(WORKER), str(job)]
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *command, *arguments],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=ENVIRONMENT,
+                    )
+                )
+        return _wait(processes[0], job / "lives")
+    finally:
+        _end(processes, job)
 
 
 def _wait(process: subprocess.Popen[bytes], lives: Path) -> int:
-    lives.mkdir(exist_ok=True)
     written, heard = 0, time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
@@ -113,19 +141,17 @@ def _wait(process: subprocess.Popen[bytes], lives: Path) -> int:
     return process.returncode
 
 
-def _end(process: subprocess.Popen[bytes], job: Path) -> None:
-    """Stacks of all ranks into the log, and an end to all of them, if any are left."""
-    if process.poll() is not None:
-        return
-    workers = _workers(job)
-    for pid in workers:
-        os.kill(pid, signal.SIGUSR1)
-    time.sleep(2)  # nothing tells when a dump is complete
-    process.kill()
-    process.wait()
-    for pid in workers:
-        if pid in _workers(job):
-            os.kill(pid, signal.SIGKILL)
+def _end(processes: list[subprocess.Popen[bytes]], job: Path) -> None:
+    """If the first is still running: stacks of all ranks into the log. And an end to all."""
+    if processes[0].poll() is None:
+        for pid in _workers(job):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(2)  # nothing tells when a dump is complete
+    for process in processes:
+        process.kill()
+        process.wait()
+    for pid in _workers(job):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _workers(job: Path) -> list[int]:

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import elastic
 
 RANK = int(os.environ["RANK"])
-GROUP_TIMEOUT = timedelta(seconds=300)  # nobody may need it: the trial's own limit is shorter
+GROUP_TIMEOUT = timedelta(minutes=15)  # nobody may need it: the trial's own limit is shorter
 
 MODES: dict[str, dict[str, Any]] = {
     "drop-in": {"wrap": DDP},
@@ -159,10 +159,12 @@ class Executioner:
     def _kill(self, where: str) -> None:
         order, self._order, self._inside = self._order, None, ""
         assert order is not None
-        first_line = self._victim_diary.read_text().split("\n", 1)[0]
+        victim = json.loads(self._victim_diary.read_text().split("\n", 1)[0])
         begun = self._visits["any"]
         self._diary.write(killed=order["victim"], phase=order["phase"], where=where, begun=begun)
-        os.kill(json.loads(first_line)["pid"], signal.SIGKILL)
+        if order.get("with_agent"):  # as if its machine were gone
+            os.kill(victim["agent"], signal.SIGKILL)
+        os.kill(victim["pid"], signal.SIGKILL)
 
 
 def _chosen_site(order: dict[str, Any]) -> Site | None:
@@ -236,7 +238,7 @@ def run_train(job: Path, launch: str) -> None:
     orders = json.loads((job / "orders.json").read_text())
     life = f"{launch}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     diary = Diary(job, life)
-    diary.write(pid=os.getpid(), ranks=int(os.environ["WORLD_SIZE"]))
+    diary.write(pid=os.getpid(), agent=os.getppid(), ranks=int(os.environ["WORLD_SIZE"]))
     order = orders["kills"].get(life)
     mine = order if order and order["announcer"] == RANK else None
     victim = diary.path.with_name(f"{life}-{order['victim']}.jsonl") if order else Path()
