@@ -22,7 +22,7 @@ SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak races test-integrations test-torch lint types format \
+.PHONY: help demo test test-all chaos soak races test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
         clean
 
@@ -46,6 +46,9 @@ soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an u
 
 races: $(VENV)/.installed ## RUNS=200 seeded runs with random delays, overlap on: no bit changes
 	$(BIN)/python trials/races.py --runs $(or $(RUNS),200) $(if $(SEED),--seed $(SEED))
+
+chaos: $(VENV)/.installed ## kill ranks at 50 chosen moments: does the training go on as if nothing had been?
+	$(BIN)/python trials/chaos.py
 
 test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
 	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py

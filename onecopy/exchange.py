@@ -4,11 +4,17 @@ Writing or reading a checkpoint takes as long as the disk does, and ranks finish
 A rank that waited for the others in a collective would be at the mercy of its timeout, and would
 occupy the device. So reports go through the store. While a rank works or waits it shows signs of
 life; one that shows none for as long as a collective would have waited is reported as lost.
+
+A collective fails at once if a process dies, because its connections do. The store has no such
+signal: a thread of each rank has a pulse there, and a rank without one is lost within a minute,
+however long a disk may take.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +23,7 @@ from typing import Any
 from onecopy.agreement import name_ranks
 
 _BEAT_SECONDS = 1.0
+_DEAD_SECONDS = 60.0  # without a pulse
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.5
 _NAP_SHARE = 0.02  # of the time waited so far: what a nap may add to it
 
@@ -34,6 +41,7 @@ class Exchange:
     is_decided: bool = False  # rank 0 has said how it ended
     _beats: int = 0
     _last_beat: float = field(default_factory=time.monotonic)
+    _pulse: _Pulse | None = None
 
     def beat(self) -> None:
         """A sign of life. Cheap: call it often."""
@@ -49,6 +57,14 @@ class Exchange:
         Every rank gets the decision. If anything raises anywhere, every rank raises the same.
         Results and decisions travel as JSON.
         """
+        if self.world_size > 1:
+            self._pulse = _Pulse(self.store, self._key("pulse", self.rank))
+        try:
+            return self._run(work, decide)
+        finally:
+            self._end_pulse()
+
+    def _run(self, work: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
         result, error = _tried(work)
         said = self._all_reports(json.dumps([result, _described(error)]))
         decision = None
@@ -101,10 +117,12 @@ class Exchange:
         key = self._key("answer", 0)
         if self.rank == 0:
             assert text is not None
+            self._end_pulse()  # or it might come back after the table is cleared
             if self.world_size > 1:
                 self.store.set(key, text)
             return text
         self._wait_for({0: key})
+        self._end_pulse()
         found: str = self.store.get(key).decode()
         # The last to read it clears the table.
         if self.store.add(self._key("read", 0), 1) == self.world_size - 1:
@@ -112,10 +130,11 @@ class Exchange:
             self.store.delete_key(self._key("read", 0))
             for rank in range(self.world_size):
                 self.store.delete_key(self._key("beat", rank))
+                self.store.delete_key(self._key("pulse", rank))
         return found
 
     def _wait_for(self, keys: dict[int, str]) -> None:
-        seen: dict[int, tuple[str, float]] = {}
+        seen: dict[str, tuple[str, float]] = {}
         start = next_look = time.monotonic()
         while True:
             keys = {rank: key for rank, key in keys.items() if not self.store.check([key])}
@@ -129,20 +148,28 @@ class Exchange:
             time.sleep(min(max(_SHORTEST_NAP, _NAP_SHARE * (now - start)), _LONGEST_NAP))
 
     def _require_signs_of_life(
-        self, keys: dict[int, str], seen: dict[int, tuple[str, float]]
+        self, keys: dict[int, str], seen: dict[str, tuple[str, float]]
     ) -> None:
+        limits = {"beat": self.patience, "pulse": min(self.patience, _DEAD_SECONDS)}
+        for kind, limit in limits.items():
+            silent = [r for r in keys if self._silence(self._key(kind, r), seen) > limit]
+            if silent:
+                raise RuntimeError(
+                    f"no sign of life from {name_ranks(silent)} for {limit:.0f} s while {self.what}"
+                )
+
+    def _silence(self, key: str, seen: dict[str, tuple[str, float]]) -> float:
+        """For how long the value of a key has been what it is, as far as this rank has seen."""
         now = time.monotonic()
-        for rank in keys:
-            key = self._key("beat", rank)
-            beat = self.store.get(key).decode() if self.store.check([key]) else ""
-            if rank not in seen or seen[rank][0] != beat:
-                seen[rank] = (beat, now)
-        silent = [rank for rank in keys if now - seen[rank][1] > self.patience]
-        if silent:
-            raise RuntimeError(
-                f"no sign of life from {name_ranks(silent)} for {self.patience:.0f} s while "
-                f"{self.what}"
-            )
+        value = self.store.get(key).decode() if self.store.check([key]) else ""
+        if key not in seen or seen[key][0] != value:
+            seen[key] = (value, now)
+        return now - seen[key][1]
+
+    def _end_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.end()
+            self._pulse = None
 
     def _take(self, key: str) -> str:
         text: str = self.store.get(key).decode()
@@ -151,6 +178,28 @@ class Exchange:
 
     def _key(self, kind: str, rank: int) -> str:
         return f"onecopy/{self.token}/{kind}/{rank}"
+
+
+class _Pulse:
+    """A thread that counts in the store for as long as the process lives."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="onecopy-pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        number = 0
+        # A store that is gone is found by whoever waits for something in it.
+        with contextlib.suppress(RuntimeError):
+            while not self._is_over.wait(_BEAT_SECONDS):
+                number += 1
+                self._store.set(self._key, str(number))
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
 
 
 _CLASSES = {

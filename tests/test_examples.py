@@ -14,15 +14,17 @@ import torch
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def torchrun(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    script: str, *arguments: str, cwd: Path, ranks: int = 2, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, "--nproc-per-node", "2", str(EXAMPLES / script), *arguments],
+        [*command, "--nproc-per-node", str(ranks), str(EXAMPLES / script), *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
 
@@ -45,6 +47,38 @@ def test_the_minimal_example_trains_saves_and_resumes(tmp_path: Path) -> None:
     shapes = [value.shape for value in saved["model"].values()]
     moments = [state["exp_avg"].shape for state in saved["optimizer"]["state"].values()]
     assert moments == shapes
+
+
+def losses_by_step(printed: str) -> dict[str, str]:
+    return dict(re.findall(r"^step (\d+): loss (\d+\.\d+)$", printed, re.M))
+
+
+def test_the_elastic_example_resumes_from_the_last_complete_checkpoint_on_fewer_ranks(
+    tmp_path: Path,
+) -> None:
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first = torchrun("elastic.py", cwd=tmp_path, **own_store)
+    assert first.returncode == 0, first.stderr
+    losses = losses_by_step(first.stdout)
+    assert list(losses) == [str(step) for step in range(10, 101, 10)]
+    saved = tmp_path / "checkpoints"
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000090", "step-00000100"]
+
+    # As if it had been killed in its last save.
+    (saved / "step-00000100").rename(saved / "saving")
+    (saved / "saving" / "optim" / ".metadata").unlink()
+    second = torchrun("elastic.py", cwd=tmp_path, ranks=1, **own_store)
+    assert second.returncode == 0, second.stderr
+    assert list(losses_by_step(second.stdout)) == ["100"]
+    # The first run printed rank 0's loss, the second one that of the whole batch.
+    assert float(losses_by_step(second.stdout)["100"]) == pytest.approx(float(losses["100"]), rel=1)
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000090", "step-00000100"]
+
+
+def test_the_elastic_example_says_which_variable_it_needs(tmp_path: Path) -> None:
+    run = torchrun("elastic.py", cwd=tmp_path, ranks=1)
+    assert run.returncode != 0
+    assert "expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.stderr
 
 
 def test_the_demo_ends_at_equal_losses_and_with_a_page(tmp_path: Path) -> None:

@@ -192,6 +192,42 @@ def test_ranks_that_show_no_sign_of_life_are_named(silent: list[int]) -> None:
     assert all(type(outcome) is RuntimeError for outcome in active)
 
 
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_rank_is_named_long_before_patience_ends(dead: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(exchange, "_DEAD_SECONDS", 2.0)
+    ranks = Ranks(3, patience=1000.0)
+
+    def body(round_: Exchange) -> Any:
+        return None if round_.rank == dead else round_.run(lambda: 0, lambda _: 0)
+
+    outcomes = ranks.run(body)
+    judge = 1 if dead == 0 else 0
+    assert f"no sign of life from rank {dead} for 2 s while testing" in str(outcomes[judge])
+    assert type(outcomes[2]) is RuntimeError
+    assert not any(thread.name == "onecopy-pulse" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
+    slow: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(exchange, "_DEAD_SECONDS", 1.0)
+    ranks = Ranks(3)
+    pause = threading.Event()
+
+    def body(round_: Exchange) -> Any:
+        def work() -> int:
+            pause.wait(3.0 if round_.rank == slow else 0.0)  # in one call, without a beat
+            return round_.rank
+
+        return round_.run(work, sum)
+
+    assert ranks.run(body) == [3, 3, 3]
+    assert number_of_keys(ranks.store) == 0
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_that_beats_is_waited_for(slow: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.02)

@@ -1,0 +1,235 @@
+"""Kill ranks of real jobs at chosen moments, and see whether the jobs go on as if nothing had been.
+
+    python trials/chaos.py --trials 50 --machines 2 --seed 0        (make chaos)
+
+A trial is one `kill -9` of a random rank: in backward, in step, in gather, in save, in load, or at
+any time. Five trials share a job, which is `examples/elastic.py` under `torchrun --max-restarts`:
+after each kill torchrun starts the ranks again, and they resume from the last complete checkpoint.
+Half of the jobs go on with one rank less at some point: torchrun gives up, and is started again.
+In further trials a whole machine is lost, a rank together with its agent: the other one is left to
+find that out by itself, and goes on alone (`--nnodes=1:2`).
+
+Afterwards the job is judged. From each checkpoint from which it resumed, the training is repeated
+without a kill:
+
+- on the same number of ranks: every loss of every rank must be equal to the bit;
+- on the number of ranks there was before: the loss of a batch must be equal within BOUND;
+- from the very start, as if nobody had ever been killed: equal to the bit, but within BOUND in
+  drop-in mode on 3 ranks. DDP lays its buckets out anew after the first step of each life, and in
+  a ring of 3 the order of a sum depends on the element's place in its bucket: a restart changes the
+  last bit of a few gradients, whatever the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos_job import Hang, Life, read_lives, torchrun, torchrun_on_two_machines
+from chaos_plan import SAVE_EVERY, STEPS, Plan, make_plans
+
+BOUND = 1e-5  # relative
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was tried and seen, over all jobs."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    jobs: int = 0
+    resumed: int = 0
+    lost_steps: int = 0  # begun, and done again after the restart
+    hangs: int = 0
+    not_loaded: int = 0
+    other_faults: int = 0
+    compared: int = 0  # losses, to the bit
+    differing: int = 0
+    widest: float = 0.0  # relative difference where a bound holds
+    slowest_restart: float = 0.0
+
+    @property
+    def failures(self) -> int:
+        return self.hangs + self.not_loaded + self.other_faults + self.differing
+
+    def __str__(self) -> str:
+        by_phase = ", ".join(f"{phase} {self.kills[phase]}" for phase in sorted(self.kills))
+        return (
+            f"chaos: {self.kills.total()} kills in {self.jobs} jobs ({by_phase}): "
+            f"{self.resumed} resumed, {self.lost_steps} steps lost and done again, "
+            f"{self.hangs} hangs, {self.not_loaded} checkpoints that did not load, "
+            f"{self.differing} of {self.compared} losses differ, "
+            f"{self.other_faults} other faults; on another number of ranks the losses are within "
+            f"{self.widest:.1e}; slowest restart {self.slowest_restart:.0f} s"
+        )
+
+
+class Job:
+    """One job: run, repeated undisturbed, judged."""
+
+    def __init__(self, plan: Plan, directory: Path, tally: Tally) -> None:
+        self.plan, self.directory, self.tally = plan, directory, tally
+        self.faults: list[str] = []
+
+    def run(self) -> list[str]:
+        self.tally.jobs += 1
+        orders = {"mode": self.plan.mode, "steps": STEPS, "save_every": SAVE_EVERY}
+        (self.directory / "orders.json").write_text(
+            json.dumps({**orders, "kills": self.plan.kills})
+        )
+        try:
+            code = self._launch()
+            self._judge_lives(list(read_lives(self.directory).values()), code)
+            if not self.faults:
+                self._judge_losses()
+        except Hang as hang:
+            self.tally.hangs += 1
+            self.faults.append(str(hang))
+        return self.faults
+
+    def _launch(self) -> int:
+        """The exit code of the last launch."""
+        *others, (ranks, kills) = self.plan.launches
+        if self.plan.on_machines:
+            return torchrun_on_two_machines(self.directory, kills, "train", "0")
+        for number, (more, last) in enumerate(others):  # the last kill is one too many
+            torchrun(self.directory, more, last - 1, "train", str(number))
+        return torchrun(self.directory, ranks, kills, "train", str(len(others)))
+
+    def _judge_lives(self, lives: list[Life], code: int) -> None:
+        """Each was ended by its kill alone, and began where those before it had saved."""
+        saved = begun = 0
+        for life, after in zip(lives, [*lives[1:], None], strict=True):
+            self._judge_life(life, is_last=after is None)
+            if life.resumed is not None:
+                if life.resumed < saved:
+                    self._fault(f"{life.name} resumed at {life.resumed}, {saved} was complete")
+                self.tally.lost_steps += max(0, begun - life.resumed)
+                begun = life.resumed
+            saved = max(saved, life.saved)
+            if life.kill and after:
+                self.tally.kills[life.kill["phase"]] += 1
+                begun += life.kill["begun"]
+                wait = after.started - life.kill["time"]
+                self.tally.slowest_restart = max(self.tally.slowest_restart, wait)
+        if len(lives) != len(self.plan.kills) + 1 or code != 0:
+            self._fault(f"{len(lives)} lives, torchrun ended with {code}")
+        if not self.faults:
+            self.tally.resumed += len(lives) - 1
+
+    def _judge_life(self, life: Life, is_last: bool) -> None:
+        if life.name in self.plan.kills and not life.kill:
+            if life.resumed is None and life.errors:
+                self.tally.not_loaded += 1
+                self.faults.append(f"{life.name} did not load:\n{life.errors[0]}")
+            else:
+                self._fault(f"{life.name} ended by itself:\n{''.join(life.errors[:1])}")
+        if is_last and (life.done != life.ranks or life.last_step not in (0, STEPS)):
+            self._fault(f"{life.name} did not come to its end:\n{''.join(life.errors[:1])}")
+
+    def _fault(self, what: str) -> None:
+        self.tally.other_faults += 1
+        self.faults.append(what)
+
+    # -------------------------------------------------------------------------- losses
+
+    def _judge_losses(self) -> None:
+        lives = list(read_lives(self.directory).values())
+        ranks = self.plan.launches[0][0]
+        fewer = next((life for life in lives if life.ranks < ranks and life.last_step), None)
+        replays = [(life.ranks, life.name, life.last_step) for life in lives if life.last_step]
+        replays.append((ranks, "never killed", STEPS))
+        replays.append((lives[-1].ranks, "the last checkpoint", STEPS))
+        if fewer:
+            replays.append((ranks, f"{fewer.name} on {ranks}", STEPS))
+        for size in {size for size, _, _ in replays}:
+            self._replay(size, [(name, until) for ranks, name, until in replays if ranks == size])
+        found = read_lives(self.directory)
+        for life in lives:
+            if life.last_step:
+                self._compare(life, found[f"again {life.name}"])
+        whole = found["again never killed"]
+        for life in lives:
+            if life.ranks == ranks and self._sums_in_one_order(ranks):
+                self._compare(life, whole)
+            elif life.ranks == ranks:
+                self._compare_means(life, whole)
+            elif fewer:
+                self._compare_means(life, found[f"again {fewer.name} on {ranks}"])
+        if found["again the last checkpoint"].done != lives[-1].ranks:
+            self.tally.not_loaded += 1
+
+    def _sums_in_one_order(self, ranks: int) -> bool:
+        return ranks < 3 or self.plan.mode != "drop-in"
+
+    def _replay(self, ranks: int, replays: list[tuple[str, int]]) -> None:
+        orders = []
+        for name, until in replays:
+            start = f"kept/{name.split(' ')[0]}"
+            if name == "the last checkpoint":
+                start = "checkpoints"
+            orders.append({"name": f"again {name}", "start": start, "until": until})
+        path = self.directory / f"replay-on-{ranks}.json"
+        path.write_text(json.dumps(orders))
+        if torchrun(self.directory, ranks, 0, "replay", path.name) != 0:
+            self._fault(f"the undisturbed run on {ranks} ranks failed")
+
+    def _compare(self, life: Life, other: Life) -> None:
+        for rank, curve in life.curves.items():
+            theirs = other.curves[rank]
+            self.tally.compared += len(curve)
+            wrong = [step for step in curve if curve[step] != theirs.get(step)]
+            if wrong:
+                self.tally.differing += len(wrong)
+                self.faults.append(
+                    f"{life.name}, rank {rank}: {len(wrong)} of {len(curve)} losses differ from "
+                    f"{other.name}, first at step {wrong[0]}: {float.fromhex(curve[wrong[0]])!r}"
+                )
+
+    def _compare_means(self, life: Life, other: Life) -> None:
+        ours, theirs = life.mean(), other.mean()
+        for step, loss in ours.items():
+            difference = abs(loss - theirs[step]) / abs(theirs[step])
+            self.tally.widest = max(self.tally.widest, difference)
+            if difference > BOUND:
+                self.tally.differing += 1
+                self.faults.append(f"{life.name}, step {step}: {difference:.1e} off {other.name}")
+
+
+def run(plan: Plan, tally: Tally) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="onecopy-chaos-"))
+    start = time.monotonic()
+    faults = Job(plan, directory, tally).run()
+    kills = len(plan.kills)
+    print(f"{plan}: kills {kills}, {time.monotonic() - start:.0f} s", flush=True)
+    if not faults:
+        shutil.rmtree(directory)
+        return
+    for fault in faults:
+        print(f"  FAILED: {fault}")
+    count = "--trials 0 --machines 1" if plan.on_machines else f"--trials {kills} --machines 0"
+    print(f"  repeat: python trials/chaos.py --seed {plan.seed} {count}")
+    print(f"  all that it wrote: {directory}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--trials", type=int, default=50, help="ranks to kill")
+    parser.add_argument("--machines", type=int, default=2, help="machines to lose")
+    parser.add_argument("--seed", type=int, default=0, help="of the first job; the next has seed+1")
+    options = parser.parse_args()
+    tally = Tally()
+    for plan in make_plans(options.trials, options.machines, options.seed):
+        run(plan, tally)
+    print(tally)
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
