@@ -107,11 +107,16 @@ class Gatherer:
         if not self._launched:
             return
         for bucket in list(self._launched) if buckets is None else buckets:
-            pending = self._launched.pop(bucket, None)
+            pending = self._launched.get(bucket)
             if pending is not None:
                 with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
                     pending.wait()
                     self._transfers[bucket].copy_out.run()
+                del self._launched[bucket]  # not before: a forward must not pass for lack of it
+
+    def forget(self) -> None:
+        """What is under way will never arrive."""
+        self._launched.clear()
 
     @property
     def staged_bytes(self) -> int:
