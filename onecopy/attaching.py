@@ -156,6 +156,7 @@ class Attaches(Parts):
         also on those that have run out of inputs. What was unfrozen is taken in before."""
         attachment = self._attached(method)
         self._require_usable()
+        attachment.give_up_raised()
         party = self._announce_in_join(Turn.LOOK)
         attachment.judge()
         self._follow_changes(party)

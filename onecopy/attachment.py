@@ -25,7 +25,7 @@ from onecopy.local import GradientsOf
 from onecopy.norm import clip_coefficient, total_norm
 from onecopy.pieces import gradient_held_in
 from onecopy.plan import Piece, Plan
-from onecopy.reducer import GradientsDropped, Reducer
+from onecopy.reducer import Reducer
 from onecopy.roster import Roster
 from onecopy.shards import Shards
 from onecopy.transport import Part, Transport
@@ -115,24 +115,30 @@ class Attachment:
     def judge(self) -> None:
         """Raise if the last backward has raised, on this rank or another; the gradients are then
         dropped, and the ranks level. To be called on all ranks, before anything else together."""
-        if self.feed.has_raised:
-            self.drop()
-            raise GradientsDropped(
-                "the last backward has not come to its end, because it raised, and its gradients "
-                "were dropped on all ranks: call zero_grad() and compute the gradients again"
-            )
+        self.give_up_raised()
         self.reducer.judge()
+
+    def give_up_raised(self) -> None:
+        """If the last backward has raised on this rank, finish it, since the others have, before
+        anything else is done together."""
+        if self.feed.has_raised:
+            if not self.reducer.is_active:
+                self.reducer.begin()
+            self.reducer.give_up()
+            self.feed.reset()
 
     def zero_grad(self) -> None:
         """The user drops the gradients: ranks that have joined do, too."""
+        if self._transport.refusal is None:
+            self.give_up_raised()
         if self.reducer.holds_anything and self._transport.refusal is None:
             self._tell_joined(Turn.SKIP)
         self.drop()
 
     def drop(self) -> None:
         """Forget all gradients."""
-        if self.feed.has_raised and not self.reducer.is_active:
-            self.reducer.begin()  # the other ranks have
+        if self._transport.refusal is None:
+            self.give_up_raised()
         self.reducer.drop()
         self.feed.reset()
 

@@ -116,7 +116,7 @@ class ModuleFeed:
 
     @property
     def _is_open(self) -> bool:
-        return self._syncs and (self._is_queued or self._reducer.is_active)
+        return self._is_queued or self._reducer.is_active
 
     def _begins(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
@@ -175,6 +175,10 @@ class ModuleFeed:
 class _NoFeed(ModuleFeed):
     def __init__(self) -> None:
         self._syncs = False
+
+    @property
+    def _is_open(self) -> bool:
+        return False
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -318,7 +322,7 @@ class DDPFeed:
         return context
 
     def reset(self) -> None:
-        self._is_queued = False
+        self._is_queued, self._has_ended = False, True
         if self._must_start_over:
             self.start_over()
 

@@ -272,6 +272,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             return None
         self._require_usable()
         replay = Replay(closure) if callable(closure) else closure
+        if self._attachment is not None:
+            self._attachment.give_up_raised()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:

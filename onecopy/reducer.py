@@ -233,8 +233,11 @@ class Reducer:
             marks[torch.tensor(sorted(marked), device=device)] = 1
         self._verdict = _Verdict(marks, params, buckets, self._transport.maximum(marks))
 
-    def _give_up(self, phase: _Phase) -> None:
+    @torch.no_grad()
+    def give_up(self) -> None:
         """Finish a backward that has raised, with zeros: the other ranks wait for the buckets."""
+        phase = self._phase
+        assert phase is not None
         phase.held.clear()
         while phase.next < len(self._lanes):
             self._launch(self._lanes[phase.next], {})
@@ -339,8 +342,9 @@ class Reducer:
         if gave_up:
             self.drop()
             raise GradientsDropped(
-                f"the last backward raised on {name_ranks(gave_up)}, and its gradients were "
-                "dropped on all ranks: call zero_grad() and go on with the next batch"
+                f"the last backward has not come to its end, because it raised on "
+                f"{name_ranks(gave_up)}, and its gradients were dropped on all ranks: call "
+                "zero_grad() and go on with the next batch"
             )
         self._verdict = None
         self._present |= present
@@ -379,7 +383,7 @@ class Reducer:
         gave_up: list[int] = []
         if self._transport.refusal is None:
             if self._phase is not None:
-                self._give_up(self._phase)
+                self.give_up()
             while self._flights:
                 self._flights[0].pending.wait()
                 self._flights.popleft()
