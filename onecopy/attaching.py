@@ -45,11 +45,10 @@ class Attaches(Parts):
                 ``state_dict`` and all methods of this optimizer; call :meth:`wait` before you read
                 parameters in any other way.
         """
-        self._transport.require_working()
+        self._require_usable()
         self._transport.note("attaching")
 
         def prepare() -> list[str]:
-            self._condition.require_whole()
             if self._steps_in_backward:
                 raise RuntimeError(
                     "attach(...) and overlap_with_ddp=True exclude each other: the one leaves the "

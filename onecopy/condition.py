@@ -36,7 +36,8 @@ class Condition:
             yield
         except BaseException as error:
             if self.state is State.CHANGING:
-                self.state, self._reason = State.TORN, f"{type(error).__name__}: {error}"
+                summary, *_ = str(error).splitlines() or [""]
+                self.state, self._reason = State.TORN, f"{type(error).__name__}: {summary}"
             else:
                 self.state = State.READY
             raise

@@ -181,14 +181,13 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         if not self.initialized:  # the base class's constructor adds the groups one by one
             Optimizer.add_param_group(self, param_group)
             return
-        self._transport.require_working()
+        self._require_usable()
         self._transport.note("adding a parameter group")
         before = len(self.param_groups)
 
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
                 raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
-            self._condition.require_whole()
             self._roster.require_same_groups(self.param_groups)
             (group,) = as_groups([param_group])
             check_tensors([*self.param_groups, group])

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import World
 from models import SMALL_BUCKETS, Mlp, seed_of
 from torch import nn
@@ -34,6 +36,13 @@ BEFORE = ("data loader", "forward", "module hook", "closure")
 BACKWARD = ("gradient hook", "autograd function", "backward hook", "last hook")
 STEP = ("step pre hook", "global step pre hook")
 AFTER = ("step post hook", "global step post hook")
+
+
+def meet(world: World, name: str) -> None:
+    """Wait for all ranks without a collective, of which none may work any more."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name} {world.rank}", "")
+    store.wait([f"{name} {rank}" for rank in range(world.size)], timedelta(seconds=50))
 
 
 class Fault(Exception):
