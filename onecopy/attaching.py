@@ -45,6 +45,7 @@ class Attaches(Parts):
                 ``state_dict`` and all methods of this optimizer; call :meth:`wait` before you read
                 parameters in any other way.
         """
+        self._require_usable()
         self._transport.note("attaching")
 
         def prepare() -> list[str]:
@@ -145,6 +146,7 @@ class Attaches(Parts):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
         super().zero_grad(set_to_none)
+        self._shards.forgive_backward()
         if self._attachment is not None:
             self._attachment.zero_grad()
 
@@ -152,7 +154,10 @@ class Attaches(Parts):
         """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,
         also on those that have run out of inputs. What was unfrozen is taken in before."""
         attachment = self._attached(method)
+        self._require_usable()
+        attachment.give_up_raised()
         party = self._announce_in_join(Turn.LOOK)
+        attachment.judge()
         self._follow_changes(party)
         if party is not None:
             same_call(self._transport, party, [method, *args])

@@ -52,12 +52,13 @@ class Attachment:
         self.divides_by_all = True  # also by ranks that have joined
         self.reducer = Reducer(transport, reduce_dtype, shards.local.master_dtype)
         if isinstance(module, DistributedDataParallel):
-            self.feed: Feed = DDPFeed(module, self.reducer, transport)
+            self.feed: Feed = DDPFeed(module, self.reducer, transport, self.zero_grad)
             modules = [module, module.module]
         else:
             _send_from_first_rank(transport, module)
-            self.feed = ModuleFeed(module, self.reducer, self._begin, self.drop)
+            self.feed = ModuleFeed(module, self.reducer, self._begin, self.zero_grad)
             modules = [module]
+        self.reducer.when_dropped = self.feed.start_over
         self._lazy = LazyWaits(module, shards.gatherer) if lazy_gather else None
         shards.gathers_lazily = lazy_gather
         shards.follower = self
@@ -68,6 +69,7 @@ class Attachment:
         """A backward of the bare module begins."""
         if self._transport.world_size == 1:
             self._shards.follow_memory()  # one rank alone may have converted the module
+        self.reducer.judge()  # before others are told of a backward that is not to be
         self._take_share(self._tell_joined(Turn.BACKWARD))
         self.reducer.begin()
 
@@ -101,38 +103,52 @@ class Attachment:
 
     def gradients(self) -> GradientsOf:
         """Those of this rank's pieces, bucket by bucket as they are needed, for a step."""
-        self._require_finished()
         local = self.reducer.not_reduced()
         if local:
             raise RuntimeError(
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
                 "backwards since the last step were inside no_sync(). Do the last one outside of it"
             )
-        self.reducer.judge()
+        self.reducer.judge()  # of what was unfrozen just now
         return self.reducer.gradients_in
 
-    def _require_finished(self) -> None:
-        if self.reducer.is_active:
-            raise RuntimeError(
-                "the last backward has not come to its end, because it raised: call zero_grad() "
-                "and compute the gradients again"
-            )
+    def judge(self) -> None:
+        """Raise if the last backward has raised, on this rank or another; the gradients are then
+        dropped, and the ranks level. To be called on all ranks, before anything else together."""
+        self.give_up_raised()
+        self.reducer.judge()
+
+    def give_up_raised(self) -> None:
+        """If the last backward has raised on this rank, finish it, since the others have, before
+        anything else is done together."""
+        if self.feed.has_raised:
+            if not self.reducer.is_active:
+                self.reducer.begin()
+            self.reducer.give_up()
+            self.feed.reset()
 
     def zero_grad(self) -> None:
         """The user drops the gradients: ranks that have joined do, too."""
-        if self.reducer.holds_anything:
+        if self._transport.refusal is None:
+            self.give_up_raised()
+        if self.reducer.holds_anything and self._transport.refusal is None:
             self._tell_joined(Turn.SKIP)
         self.drop()
 
     def drop(self) -> None:
         """Forget all gradients."""
+        if self._transport.refusal is None:
+            self.give_up_raised()
         self.reducer.drop()
         self.feed.reset()
 
     def detach(self) -> None:
-        """Everything is undone even if a collective has failed; then that is raised."""
+        """Everything is undone even if a collective fails; then that is raised. If that has
+        happened before, nothing is waited for."""
         shards = self._shards
         shards.follower = None
+        if self._transport.refusal is not None:
+            shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
             if self._lazy is not None:
                 shards.gathers_lazily = False
@@ -147,7 +163,7 @@ class Attachment:
 
     def _settle(self) -> None:
         """Before looking at gradients: until all are here."""
-        self._require_finished()
+        self.judge()
         self.reducer.settle()
 
     def _held_in(self, index: int) -> torch.dtype:

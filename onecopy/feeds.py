@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.buffers import is_dense
 from onecopy.reducer import Reducer
 from onecopy.transport import Transport, average_as_ddp
+from onecopy.watch import is_unfinished
 
 
 class Feed(Protocol):
@@ -33,6 +34,13 @@ class Feed(Protocol):
 
     def reset(self) -> None:
         """Forget a backward that did not come to its end."""
+
+    def start_over(self) -> None:
+        """The same after a backward that raised on some rank, on all ranks."""
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether a backward, of which the other ranks send gradients, has begun and not ended."""
 
     def remove(self) -> None:
         """Feed nothing any more."""
@@ -52,6 +60,11 @@ def after_ddp(callback: Callable[[], None]) -> None:
     ``param.grad``. DDP does that in a callback that is queued after this one: what a callback
     queues in its turn comes last."""
     at_end_of_backward(lambda: at_end_of_backward(callback))
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
 _NO_BACKWARD = -1  # the number of autograd's current task
@@ -93,7 +106,7 @@ class ModuleFeed:
     # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
     @_disable_dynamo
     def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() == _NO_BACKWARD and self._is_open:
+        if not in_backward() and self._is_open:
             self._abandon()  # the last backward has raised and never came to its end
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
@@ -103,7 +116,7 @@ class ModuleFeed:
 
     @property
     def _is_open(self) -> bool:
-        return self._syncs and (self._is_queued or self._reducer.is_active)
+        return self._is_queued or self._reducer.is_active
 
     def _begins(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
@@ -135,6 +148,13 @@ class ModuleFeed:
     def reset(self) -> None:
         self._is_queued = False
 
+    def start_over(self) -> None:
+        self._is_queued = False
+
+    @property
+    def has_raised(self) -> bool:
+        return self._reducer.is_active and not in_backward()
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -155,6 +175,10 @@ class ModuleFeed:
 class _NoFeed(ModuleFeed):
     def __init__(self) -> None:
         self._syncs = False
+
+    @property
+    def _is_open(self) -> bool:
+        return False
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -221,7 +245,11 @@ class DDPFeed:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, reducer: Reducer, transport: Transport
+        self,
+        ddp: DistributedDataParallel,
+        reducer: Reducer,
+        transport: Transport,
+        abandon: Callable[[], None],
     ) -> None:
         if ddp not in _switches:
             _switches[ddp] = _Switch(ddp)
@@ -233,6 +261,25 @@ class DDPFeed:
         self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
         self._is_queued = False
+        self._abandon = abandon
+        self._must_start_over = False
+        self._has_ended = True  # the backward of the last forward
+        self._handle = ddp.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, *_: Any) -> None:
+        if self.has_raised or (self._must_start_over and not in_backward()):
+            self._abandon()
+        self._has_ended = False
+
+    @property
+    def has_raised(self) -> bool:
+        """Also if no bucket of DDP's was full when it did."""
+        if in_backward():
+            return False
+        ddp = self._of_ddp()
+        return self._reducer.is_active or (
+            not self._has_ended and ddp is not None and is_unfinished(ddp)
+        )
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
@@ -262,7 +309,7 @@ class DDPFeed:
         return int(active)
 
     def _ended(self) -> None:
-        self._is_queued = False
+        self._is_queued, self._has_ended = False, True
         planned = self._reducer.planned  # others are not reduced, and keep what they have
         present = {index for index in planned if self._params[index].grad is not None}
         self._reducer.end(present)
@@ -275,9 +322,23 @@ class DDPFeed:
         return context
 
     def reset(self) -> None:
-        self._is_queued = False
+        self._is_queued, self._has_ended = False, True
+        if self._must_start_over:
+            self.start_over()
+
+    def start_over(self) -> None:
+        """DDP goes on after a backward that raised if its reducer starts over. It then orders its
+        buckets anew, which is collective: hence on all ranks."""
+        self._is_queued, self._has_ended = False, True
+        # Inside a backward DDP's reducer is locked: it has to wait.
+        self._must_start_over = in_backward()
+        ddp: Any = self._of_ddp()
+        if ddp is not None and not self._must_start_over:
+            ddp._has_rebuilt_buckets = False
+            ddp.reducer._reset_state()
 
     def remove(self) -> None:
+        self._handle.remove()
         if self._switch.feed is self:
             self._switch.feed = None
 

@@ -190,10 +190,15 @@ class Gatherer:
         if not self._launched:
             return
         for bucket in list(self._launched) if buckets is None else buckets:
-            journey = self._launched.pop(bucket, None)
+            journey = self._launched.get(bucket)
             if journey is not None:
                 with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
                     self._transfers[bucket].arrive(journey)
+                del self._launched[bucket]  # not before: a forward must not pass for lack of it
+
+    def forget(self) -> None:
+        """What is under way will never arrive."""
+        self._launched.clear()
 
     @property
     def staged_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from onecopy.join import OptimizerJoinHook, Party, Turn, find_party, same_call
 from onecopy.parts import Parts
+from onecopy.reducer import GradientsDropped
 
 
 class Joins(Parts):
@@ -49,7 +51,8 @@ class Joins(Parts):
             party = find_party(self._transport, Turn.JOINED)
             assert party is not None
             if party.turn is Turn.STEP:
-                self._step(None, {}, party)
+                with contextlib.suppress(GradientsDropped):  # who has inputs is told
+                    self._step(None, {}, party)
             elif party.turn is Turn.SKIP:
                 self._drop_gradients()
             elif party.turn is Turn.BACKWARD:

@@ -45,6 +45,7 @@ class KeepsState(Parts):
 
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
+        self._require_usable()
         self._bring_masters_up_to_date()
         self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
 
@@ -75,6 +76,7 @@ class KeepsState(Parts):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        self._bring_level()
         self._adopt(checked(state_dict, self.param_groups, self._roster.cuttable()))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -91,6 +93,7 @@ class KeepsState(Parts):
 
     def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
+        self._condition.mended()
         if self._plan is not plan:
             self._shards.settle()
         load_masters(self._local, loadable)
@@ -167,6 +170,7 @@ class KeepsState(Parts):
         torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
         of :meth:`sharded`.
         """
+        self._require_usable()
         self._follow_changes()
         self._bring_masters_up_to_date()
         save(
@@ -206,6 +210,8 @@ class KeepsState(Parts):
             names.extend(names_of(self._roster, self.param_groups, module))
             return [f"from {path}", f"strict={strict}, key={key!r}"]
 
+        self._transport.require_working()
+        self._bring_level()
         self._transport.note(f"loading {path}")
         agree(self._transport, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
@@ -227,6 +233,7 @@ class KeepsState(Parts):
 
     def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
         """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
+        self._require_usable()
         self._follow_changes()
         self._bring_masters_up_to_date()
         tree: dict[str, Any] = {}
@@ -250,6 +257,8 @@ class KeepsState(Parts):
         groups: Sequence[Mapping[str, Any]],
         incomplete: Sequence[str],
     ) -> None:
+        self._transport.require_working()
+        self._bring_level()
         self._transport.note("loading a checkpoint")
         options: list[dict[str, Any]] = []
 

@@ -238,12 +238,14 @@ class LocalOptimizer:
         kwargs: Mapping[str, Any],
         gradients: GradientsOf,
         order: Sequence[int],
+        changes: Callable[[], None],
         updated: Callable[[int], None],
     ) -> Any:
         """Step every inner optimizer once; the first one's result.
 
         It happens bucket by bucket, in this order, where the class allows it, and ``updated`` is
-        told of each bucket at once, so that it travels while the next one is computed.
+        told of each bucket at once, so that it travels while the next one is computed. ``changes``
+        is called before the first change.
         """
         is_plain = not kwargs and (closure is None or isinstance(closure, Replay))
         result = closure.loss if isinstance(closure, Replay) else None
@@ -256,12 +258,14 @@ class LocalOptimizer:
             if closure is not None:
                 given["closure"] = closure.once() if isinstance(closure, Replay) else closure
             with self._bound(order, gradients), self._kept_in_place():
+                changes()
                 own = step_without_hooks(inner.optimizer)(**given)
             result = own if number == 0 else result
         for bucket in order:
             portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
             if portions:
                 with self._bound([bucket], gradients), named(Phase.STEP, bucket):
+                    changes()
                     for inner, params in portions:
                         with inner.narrowed(params):
                             step_without_hooks(inner.optimizer)()

@@ -26,6 +26,7 @@ class Notes:
     world_size: int
     count: int = 0
     last: str = ""
+    failure: str = ""  # why the group is of no use any more
 
     def write(self, text: str, same_place: bool = False) -> None:
         """``same_place`` only adds detail: the rank is no further than before."""
@@ -36,6 +37,11 @@ class Notes:
             # A note is for diagnosis: without a store, training goes on.
             with contextlib.suppress(RuntimeError):
                 self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
+
+    def take_back(self, text: str) -> None:
+        """What the last note has said did not come to pass."""
+        self.count -= 1
+        self.write(text, same_place=True)
 
     def report(self) -> str:
         """Who is missing, and where everybody was, the same on all ranks; without a store, where

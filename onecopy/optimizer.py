@@ -7,11 +7,12 @@ One step, in drop-in mode (gradients are complete and averaged when ``step`` is 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
 from onecopy.attaching import Attaches
+from onecopy.condition import Condition
 from onecopy.full_state import FullState
 from onecopy.inner import OwnedState, Replay
 from onecopy.intake import (
@@ -119,6 +121,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         )
         self._full_state = FullState()
         self._attachment = None
+        self._condition = Condition()
         self._steps_in_backward = bool(overlap_with_ddp)
 
         def prepare() -> list[str]:
@@ -180,6 +183,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         if not self.initialized:  # the base class's constructor adds the groups one by one
             Optimizer.add_param_group(self, param_group)
             return
+        self._require_usable()
         self._transport.note("adding a parameter group")
         before = len(self.param_groups)
 
@@ -267,34 +271,34 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         """
         if self._steps_in_backward:
             return None
+        self._require_usable()
         replay = Replay(closure) if callable(closure) else closure
+        if self._attachment is not None:
+            self._attachment.give_up_raised()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
         """Called by a DDP communication hook when all gradients have arrived."""
+        self._require_usable()
         self._step(None, {}, self._announce(Turn.STEP))
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
-        self._steps += 1
-        self._transport.note(f"in step {self._steps}")
-        self.wait()
-        self._follow_changes(party)
-        self._local.masters.follow_params()
-        if self._check_steps:
-            require_agreement(self._transport, "checking a step", self._description())
-        gradients = self._gradients(party)
-        self._local.options_in(self.param_groups)
-        self._full_state.forget("the optimizer has stepped since the last consolidation")
-        try:
+        with self._in_next_step():
+            if self._attachment is not None:
+                self._attachment.judge()
+            self.wait()
+            self._follow_changes(party)
+            self._local.masters.follow_params()
+            if self._check_steps:
+                require_agreement(self._transport, "checking a step", self._description())
+            gradients = self._gradients(party)
+            self._local.options_in(self.param_groups)
+            self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
-                result = self._shards.step(closure, kwargs, gradients)
-        except Exception as error:
-            # The other ranks will wait for this one's parameters: tell them why they wait.
-            self._transport.note(f"step {self._steps} raised {error!r}", same_place=True)
-            raise
-        self._local.options_out(self.param_groups)
-        if self._attachment is not None:
-            self._attachment.reducer.clear()
+                result = self._shards.step(closure, kwargs, gradients, self._condition)
+            self._local.options_out(self.param_groups)
+            if self._attachment is not None:
+                self._attachment.reducer.clear()
         if self._join_config.enable:
             self.wait()  # DDP may send its parameters around when the context ends
         if self._check_every and self._steps % self._check_every == 0:
@@ -303,6 +307,24 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return result
+
+    @contextlib.contextmanager
+    def _in_next_step(self) -> Iterator[None]:
+        """Count a step, unless it raises before it has changed anything."""
+        self._steps += 1
+        self._transport.note(f"in step {self._steps}")
+        try:
+            with self._condition.stepping(self._steps, len(self._plan.buckets)):
+                yield
+        except BaseException as error:
+            # The other ranks may wait for this one's parameters: tell them why they wait.
+            refusal = self._condition.refusal
+            if refusal is not None:
+                self._transport.note(refusal, same_place=True)
+            else:
+                self._transport.take_back(f"step {self._steps} raised {error!r}")
+                self._steps -= 1
+            raise
 
     def _gradients(self, party: Party | None) -> GradientsOf:
         """Where this step finds the gradients of the pieces in a bucket."""
@@ -317,6 +339,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         return of_the_parameters
 
     def _require_usable_gradients(self) -> None:
+        self._shards.require_finished_backward()
         for index in self._plan.cut_params:
             grad = self._roster.params[index].grad
             if grad is not None and grad.layout is not torch.strided:
@@ -329,6 +352,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def assert_replicas_equal(self) -> None:
         """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
         all ranks, naming the first parameter that differs and the ranks."""
+        self._require_usable()
         self.wait()
         require_equal_replicas(self._roster.params, self._roster.names, self._transport)
 
@@ -364,6 +388,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def _move_parameters(
         self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> None:
+        self._require_usable()
         self.wait()
         self._follow_changes()
         self._local.masters.follow_params()

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from onecopy.attachment import Attachment
+from onecopy.condition import Condition, State
 from onecopy.full_state import FullState
 from onecopy.intake import GroupPolicy
 from onecopy.join import Party, Turn
@@ -36,6 +37,7 @@ class Parts(Optimizer, Joinable):
     _policies: Policies
     _full_state: FullState
     _attachment: Attachment | None
+    _condition: Condition
     _steps: int
     _steps_in_backward: bool  # overlap_with_ddp
 
@@ -64,6 +66,19 @@ class Parts(Optimizer, Joinable):
         """Those of which this rank holds a part; others are the user's."""
         if self._attachment is not None:
             self._attachment.drop()
+
+    def _require_usable(self) -> None:
+        """Raise if nothing good can come of going on, with the reason and the way back."""
+        self._condition.require_whole()
+        self._transport.require_working()
+
+    def _bring_level(self) -> None:
+        """Before state is loaded: do what is left of a step that failed, since other ranks may be
+        further. Its gradients are dropped."""
+        if self._condition.state is State.TORN and self._transport.refusal is None:
+            self._shards.bring_level()
+            self.wait()
+            self._drop_gradients()
 
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
         return self._policies.with_options(self._roster.policies, self.param_groups, options)

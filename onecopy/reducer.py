@@ -12,12 +12,15 @@ when the gradients are wanted; a parameter that had none on any rank has none, a
 
 A gradient that comes after its bucket has left (a weight that is used in two parts of a
 checkpointed model) goes into a second round, which all ranks take if one needs it.
+
+Every backward that has begun is finished on every rank. One that raised is finished with zeros when
+the rank gives it up, and marked as given up: then all ranks drop the gradients, and are level.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 
+from onecopy.agreement import name_ranks
 from onecopy.buffers import Staging, in_layout_of, is_dense
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
@@ -63,14 +67,30 @@ class _Flight:
                 each.give_back()
 
 
+class GradientsDropped(RuntimeError):
+    """A backward that raised on some rank was given up, on all ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What the ranks say at the end of a backward: which parameters had a gradient, and which
-    buckets need a second round."""
+    """What the ranks say at the end of a backward: which parameters had a gradient, which buckets
+    need a second round, and which ranks have given it up."""
 
-    marks: torch.Tensor  # one for each parameter, then one for each bucket
+    marks: torch.Tensor  # one for each parameter, then for each bucket, then for each rank
     params: int  # how many there were: more may have come since
+    buckets: int
     pending: Pending
+
+    def read(self) -> tuple[set[int], list[int], list[int]]:
+        """Parameters, buckets and ranks."""
+        self.pending.wait()
+        said = torch.nonzero(self.marks.cpu()).flatten().tolist()
+        first_bucket, first_rank = self.params, self.params + self.buckets
+        return (
+            {mark for mark in said if mark < first_bucket},
+            [mark - first_bucket for mark in said if first_bucket <= mark < first_rank],
+            [mark - first_rank for mark in said if mark >= first_rank],
+        )
 
 
 @dataclass(slots=True)
@@ -81,6 +101,10 @@ class _Phase:
     arrived: set[int] = field(default_factory=set)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     next: int = 0  # the first bucket that has not left
+
+
+def _nothing() -> None:
+    pass
 
 
 class Reducer:
@@ -110,6 +134,7 @@ class Reducer:
         self._late: dict[int, torch.Tensor] = {}
         self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
         self._present: set[int] = set()
+        self.when_dropped: Callable[[], None] = _nothing  # because a backward was given up
         self.share = 1 / transport.world_size  # what a rank's gradient counts in the average
 
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
@@ -219,14 +244,34 @@ class Reducer:
             self._late = self._leftovers()
             present |= self._late.keys()
         self._phase = None
-        count = len(self._params)
-        marks = torch.zeros(
-            count + len(self._lanes), dtype=torch.uint8, device=self._transport.control_device
-        )
-        late = {count + number for index in self._late for number in self._lanes_of[index]}
-        if present or late:
-            marks[torch.tensor(sorted({*present, *late}), device=marks.device)] = 1
-        self._verdict = _Verdict(marks, count, self._transport.maximum(marks))
+        self._say(present, {number for index in self._late for number in self._lanes_of[index]})
+
+    def _say(self, present: Collection[int], late: Collection[int], gives_up: bool = False) -> None:
+        """Tell the ranks how backward has ended on this one."""
+        params, buckets = len(self._params), len(self._lanes)
+        marked = [*present, *(params + number for number in late)]
+        if gives_up:
+            marked.append(params + buckets + self._transport.rank)
+        device = self._transport.control_device
+        length = params + buckets + self._transport.world_size
+        marks = torch.zeros(length, dtype=torch.uint8, device=device)
+        if marked:
+            marks[torch.tensor(sorted(marked), device=device)] = 1
+        self._verdict = _Verdict(marks, params, buckets, self._transport.maximum(marks))
+
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """Finish a backward that has raised, with zeros: the other ranks wait for the buckets."""
+        phase = self._phase
+        assert phase is not None
+        phase.held.clear()
+        while phase.next < len(self._lanes):
+            self._launch(self._lanes[phase.next], {})
+            phase.next += 1
+        self._phase, self._late = None, {}
+        self._say((), (), gives_up=True)
+        for index in self.not_reduced():
+            self._params[index].grad = None
 
     def _leftovers(self) -> dict[int, torch.Tensor]:
         """Gradients that came when their bucket had left."""
@@ -258,7 +303,6 @@ class Reducer:
     def _depart(self, phase: _Phase) -> None:
         """Let the next bucket leave."""
         lane = self._lanes[phase.next]
-        phase.next += 1
         found = {}
         for index in lane.params:
             grad = phase.held.get(index)
@@ -270,6 +314,7 @@ class Reducer:
             if grad is not None:
                 found[index] = grad
         self._launch(lane, found)
+        phase.next += 1
         for index in found:
             if self._lanes_of[index][-1] <= lane.bucket:
                 del phase.held[index]  # the last bucket that needs it has it
@@ -338,11 +383,16 @@ class Reducer:
         may be a second round: to be called on all ranks."""
         if self._verdict is None:
             return
-        verdict, self._verdict = self._verdict, None
-        verdict.pending.wait()
-        said = torch.nonzero(verdict.marks.cpu()).flatten().tolist()
-        self._present |= {index for index in said if index < verdict.params}
-        again = [index - verdict.params for index in said if index >= verdict.params]
+        present, again, gave_up = self._verdict.read()
+        if gave_up:
+            self.drop()
+            raise GradientsDropped(
+                f"the last backward has not come to its end, because it raised on "
+                f"{name_ranks(gave_up)}, and its gradients were dropped on all ranks: call "
+                "zero_grad() and go on with the next batch"
+            )
+        self._verdict = None
+        self._present |= present
         late, self._late = self._late, {}
         for number in again:
             self._launch(self._lanes[number], late)
@@ -370,18 +420,25 @@ class Reducer:
     def holds_anything(self) -> bool:
         """Whether there are gradients that no step has used. The same on all ranks."""
         held = any(lane.holds for lane in self._lanes)
-        return held or bool(self._flights or self._verdict or self._present)
+        return held or bool(self._phase or self._flights or self._verdict or self._present)
 
+    @torch.no_grad()
     def drop(self) -> None:
         """Forget all gradients, also those of a backward that was never finished."""
-        while self._flights:
-            flight = self._flights.popleft()
-            flight.wait()
-            flight.give_back()
-        if self._verdict is not None:
-            self._verdict.pending.wait()
+        gave_up: list[int] = []
+        if self._transport.refusal is None:
+            if self._phase is not None:
+                self.give_up()
+            while self._flights:
+                self._flights[0].wait()
+                self._flights.popleft().give_back()
+            if self._verdict is not None:
+                gave_up = self._verdict.read()[2]
+        self._flights.clear()  # without a group nothing will arrive
         self._phase, self._verdict, self._late = None, None, {}
         self.clear()
+        if gave_up:
+            self.when_dropped()
 
     @torch.no_grad()
     def clear(self) -> None:

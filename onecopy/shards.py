@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from onecopy.buffers import FlatHomes
+from onecopy.condition import Condition
 from onecopy.gatherer import Gatherer
 from onecopy.intake import GroupPolicy
 from onecopy.local import GradientsOf, LocalOptimizer
@@ -48,6 +49,7 @@ class Shards:
         self._in_modules = HomeWatch(())
         self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
         self.follower: Follower | None = None  # in attached mode
+        self._unsent: list[int] = []  # buckets, of the present step
 
     # ------------------------------------------------------------------ changing
 
@@ -134,6 +136,14 @@ class Shards:
         self.roster.require_same_groups(groups)
         self._in_modules.require_in_place()
 
+    def require_finished_backward(self) -> None:
+        """Raise if DDP has averaged the gradients only in part."""
+        self._in_modules.require_finished_backward()
+
+    def forgive_backward(self) -> None:
+        """The gradients were dropped."""
+        self._in_modules.forgive_backward()
+
     def unfrozen(self) -> list[int]:
         """The parameters that the plan left out and that have become trainable."""
         left = self._left_out
@@ -152,22 +162,36 @@ class Shards:
                 self._memory.require_same_form()
             self.settle()
 
-    def step(self, closure: Any, kwargs: Mapping[str, Any], gradients: GradientsOf) -> Any:
+    def step(
+        self, closure: Any, kwargs: Mapping[str, Any], gradients: GradientsOf, condition: Condition
+    ) -> Any:
         """Update this rank's pieces, and bring all ranks' to all; what the class's step returns."""
+
+        def updated(bucket: int) -> None:
+            self._send(bucket)
+            condition.updated()
+
         order = self.gatherer.order
-        result = self.local.step(closure, kwargs, gradients, order, self._send)
+        self._unsent = list(order)
+        result = self.local.step(closure, kwargs, gradients, order, condition.changes, updated)
         self._finish_sending()
         return result
 
     def send_all(self) -> None:
         """This rank's pieces were updated: bring all ranks' to all."""
-        for bucket in self.gatherer.order:
-            self._send(bucket)
+        self._unsent = list(self.gatherer.order)
+        self.bring_level()
         self._finish_sending()
+
+    def bring_level(self) -> None:
+        """Send what a step has not sent because it failed: other ranks may be further."""
+        for bucket in list(self._unsent):
+            self._send(bucket)
 
     def _send(self, bucket: int) -> None:
         self.local.masters.write_back(bucket)
         self.gatherer.start(bucket)
+        self._unsent.remove(bucket)
 
     def _finish_sending(self) -> None:
         self.gatherer.finish()

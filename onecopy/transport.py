@@ -29,6 +29,7 @@ from onecopy.exchange import Exchange
 from onecopy.ledger import Ledger, Traffic
 from onecopy.neighbours import Loan, Neighbourhood, SharedMemory, find, worth_lending
 from onecopy.notes import notes_of, store_of
+from onecopy.waiting import keep_at_exit, keep_for_ever, wait_interruptibly
 
 _DEFAULT_PATIENCE = timedelta(minutes=30)
 _ADDRESSES_FROM = 1 << 20  # tags, apart from those of data
@@ -59,9 +60,8 @@ class Pending:
 
     def wait(self) -> None:
         """Return once the tensors may be read and written (on accelerators: in stream order)."""
+        self._transport.wait_for(self._works)
         with self._transport.naming_absentees():
-            for work in self._works:
-                work.wait()
             for loan in self._loans:
                 loan.memory()  # mapped now, because it fails if the lender is gone
         self._works = self._tensors = self._loans = ()
@@ -84,12 +84,14 @@ class Transport:
         # Where small messages live: the CPU if the backend serves it.
         cpu = torch.device("cpu")
         self.control_device = cpu if device is None or "cpu" in self._backends else device
+        self._waits_on_cpu = device is None or device.type == "cpu"
         self.rank = dist.get_rank(self.user_group)
         self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
         self.ledger = Ledger(self.traffic)
         self._notes = notes_of(self.user_group)
         self.note("building an optimizer")
+        self._group = self.user_group
         with self.naming_absentees():
             self._group = _private_group(self.user_group, self.control_device)
         self._global_ranks = dist.get_process_group_ranks(self._group)
@@ -102,14 +104,61 @@ class Transport:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
         self._notes.write(text, same_place)
 
+    def take_back(self, text: str) -> None:
+        """The last note was of something that did not come to pass."""
+        self._notes.take_back(text)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there can be no communication, if so."""
+        if self._notes.failure:
+            return (
+                f"the process group is of no use any more, because {self._notes.failure}\nStart "
+                "the job again from a checkpoint; or destroy_process_group(), "
+                "init_process_group(...) and build the optimizer anew"
+            )
+        groups = dist.distributed_c10d._world.pg_map
+        if self._group not in groups or self.user_group not in groups:
+            return (
+                "the process group of this optimizer was destroyed. Destroy it when training is "
+                "over, or build another optimizer with the new one"
+            )
+        return None
+
+    def require_working(self) -> None:
+        refusal = self.refusal
+        if refusal is not None:
+            raise RuntimeError(refusal)
+
     @contextlib.contextmanager
     def naming_absentees(self) -> Iterator[None]:
+        if self._notes.failure:  # each of many operations would wait for its own timeout
+            self.require_working()
         try:
             yield
         except torch.OutOfMemoryError:
             raise  # says what it is, and the others have nothing to do with it
         except RuntimeError as error:
-            raise RuntimeError(self._notes.report()) from error
+            report = self._notes.report()
+            self._give_up(report)
+            raise RuntimeError(report) from error
+        except Exception:
+            raise
+        except BaseException as signal:  # KeyboardInterrupt, or SystemExit of a handler
+            self._give_up(f"{type(signal).__name__} came while this rank waited for the others")
+            raise
+
+    def _give_up(self, reason: str) -> None:
+        self._notes.failure = reason
+        keep_for_ever(self._group)
+
+    def wait_for(self, works: Sequence[Any]) -> None:
+        with self.naming_absentees():
+            if self._waits_on_cpu:
+                wait_interruptibly(works)
+            else:
+                for work in works:
+                    work.wait()
 
     def exchange(self, token: str, what: str) -> Exchange:
         """A round of reports through the store, outside of collectives."""
@@ -310,7 +359,8 @@ class Transport:
         low, high = values.to(self.control_device, copy=True), values.to(self.control_device)
         both = torch.stack([low, ~high])  # ~x reverses the order of integers: one all-reduce
         with self.naming_absentees():
-            dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
+            work = dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self.wait_for([work])
         return both[0].cpu(), (~both[1]).cpu()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -318,20 +368,25 @@ class Transport:
         mine = tensor_from_bytes(payload).to(self.control_device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self.naming_absentees():
-            dist.all_gather(everyone, mine, group=self._group)
+            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        self.wait_for([work])
         return [bytes_from_tensor(theirs) for theirs in everyone]
 
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
         """The payload of ``source``, which alone passes one, on all ranks."""
         length = torch.tensor([len(payload or b"")], device=self.control_device)
         root = self._global_ranks[source]
-        with self.naming_absentees():
-            dist.broadcast(length, root, group=self._group)
-            data = torch.empty(int(length), dtype=torch.uint8, device=self.control_device)
-            if payload is not None:
-                data.copy_(tensor_from_bytes(payload))
-            dist.broadcast(data, root, group=self._group)
+        self._broadcast(length, root)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.control_device)
+        if payload is not None:
+            data.copy_(tensor_from_bytes(payload))
+        self._broadcast(data, root)
         return bytes_from_tensor(data)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        with self.naming_absentees():
+            work = dist.broadcast(tensor, root, group=self._group, async_op=True)
+        self.wait_for([work])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Transport:
         return self
@@ -422,6 +477,7 @@ def _checked_group(process_group: Any) -> Any:
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
 # One private group per group of the user's, however many optimizers share it.
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+keep_at_exit(_private_groups)
 
 
 def _private_group(user_group: Any, device: torch.device) -> Any:
@@ -443,7 +499,15 @@ def _private_group(user_group: Any, device: torch.device) -> Any:
             **options,
         )
         _private_groups[user_group] = group
+        weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
     return group
+
+
+def _destroy(reference: weakref.ref[Any]) -> None:
+    """The user has destroyed a group: ours goes with it."""
+    group = reference()
+    if group is not None and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def _level_group_counts(user_group: Any, device: torch.device) -> None:

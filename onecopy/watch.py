@@ -3,6 +3,7 @@
 ``module.to()`` and ``param.data = ...`` give a parameter other memory; ``load_state_dict(...,
 assign=True)`` replaces the Parameter objects themselves, and the optimizer is left with the old
 ones. The first is followed or refused, the second is refused: an update is never lost silently.
+A backward under DDP that raises leaves gradients of which a part is averaged: refused, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.roster import Entry
 
@@ -77,12 +79,19 @@ class HomeWatch:
     def __init__(self, entries: Sequence[Entry]) -> None:
         ours = {id(entry.param): entry for entry in entries}
         self._gone: list[Any] = []  # references to modules that have died
+        modules = list(_all_modules()) if ours else []
         self._arrange(
             Home(weakref.ref(module, self._gone.append), parameters, name, ours[id(param)])
-            for module, parameters in _all_modules()
+            for module, parameters in modules
             for name, param in parameters.items()
             if id(param) in ours
         )
+        self._ddps = [
+            weakref.ref(module)
+            for module, _ in modules
+            if isinstance(module, DistributedDataParallel)
+            and any(id(param) in ours for param in module.parameters())
+        ]
 
     def _arrange(self, homes: Iterable[Home]) -> None:
         self._homes = list(homes)
@@ -105,6 +114,23 @@ class HomeWatch:
                 if home.parameters.get(home.name) is not home.entry.param:
                     self._require_not_replaced(home.entry)
 
+    def require_finished_backward(self) -> None:
+        """Raise if DDP waits for the end of a backward that has raised."""
+        if any(is_unfinished(ddp) for ddp in self._alive()):
+            raise RuntimeError(
+                "the last backward under DDP has not come to its end, and a part of the gradients "
+                "is not averaged: it raised, or parameters were not used. Call zero_grad(), wrap "
+                "the module again, DistributedDataParallel(model), on all ranks, and compute the "
+                "gradients again"
+            )
+
+    def forgive_backward(self) -> None:
+        """The gradients were dropped: a DDP module that can never go on is no longer watched."""
+        self._ddps = [weakref.ref(ddp) for ddp in self._alive() if not is_unfinished(ddp)]
+
+    def _alive(self) -> list[DistributedDataParallel]:
+        return [ddp for ddp in (ref() for ref in self._ddps) if ddp is not None]
+
     def _require_not_replaced(self, entry: Entry) -> None:
         homes = [home for home in self._homes if home.entry is entry]
         now = [home.parameters.get(home.name) for home in homes]
@@ -114,6 +140,16 @@ class HomeWatch:
                 "taken its place, and this optimizer would go on updating the old one. Was it "
                 "load_state_dict(..., assign=True)? Build the optimizer after that"
             )
+
+
+def is_unfinished(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients have come to DDP whose backward has not come to its end."""
+    check: Any = ddp._check_reducer_finalized
+    try:
+        check()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _all_modules() -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]]:

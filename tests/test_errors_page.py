@@ -15,6 +15,9 @@ ROWS = re.findall(r"^\| `(.+?)`[ |]", (ROOT / "docs" / "errors.md").read_text(),
 
 HOLE = "…"
 
+# Messages that are made in one place, to be raised and noted in others.
+MADE_ELSEWHERE = ("a collective failed", "step … failed", "the process group ")
+
 # Caught within the package, or impossible. By the beginning of the message.
 NOT_FOR_USERS = (
     "a value of type …",  # part of "... holds a value of type ..., which a state dict ..."
@@ -41,12 +44,11 @@ def text_of(node: ast.expr) -> str:
 
 
 def said(node: ast.AST) -> ast.expr | None:
-    """The message, if this raises an exception, makes one to be raised, logs a warning, or is the
-    report of who was where (`notes.py`)."""
+    """The message, if this raises an exception, makes one to be raised, or logs a warning."""
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
         return next(iter(node.exc.args), None)
-    if isinstance(node, ast.Return) and isinstance(node.value, ast.JoinedStr):
-        return node.value if text_of(node.value).startswith("a collective failed") else None
+    if isinstance(node, ast.Return) and isinstance(node.value, (ast.JoinedStr, ast.Constant)):
+        return node.value if text_of(node.value).startswith(MADE_ELSEWHERE) else None
     if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
         name = getattr(node.value.func, "id", "")
         return node.value.args[0] if name == "RanksDisagree" else None

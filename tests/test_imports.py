@@ -23,6 +23,8 @@ ORDER = (
     "agreement",
     "notes",
     "exchange",
+    "waiting",
+    "condition",
     "ledger",
     "neighbours",
     "timeline",

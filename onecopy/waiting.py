@@ -1,0 +1,101 @@
+"""Waiting for other ranks in a way that Ctrl-C ends.
+
+Python handles a signal when its main thread runs Python again. A thread that waits in gloo does not
+for as long as the group's timeout allows, which may be half an hour. So the main thread lets
+another one wait, and waits for that one on a lock, which a signal interrupts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+
+class _Errand:
+    """What the waiter does for the main thread."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+    def run(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.works = ()  # nobody holds on to the memory that was sent
+            self.lock.release()
+
+
+class _Waiter:
+    """A thread that waits, and ends with the process."""
+
+    def __init__(self) -> None:
+        self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="onecopy-waiter", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._errands.get().run()
+
+    def send(self, works: Sequence[Any]) -> _Errand:
+        errand = _Errand(works)
+        self._errands.put(errand)
+        return errand
+
+
+_idle: list[_Waiter] = []  # one, unless a signal handler waits, too
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # it has no such thread
+
+
+def wait_interruptibly(works: Sequence[Any]) -> None:
+    """Until these are done, or a signal handler raises. Only where waiting blocks the thread: on
+    accelerators it gives an order to the stream of the thread that calls."""
+    if not works:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        for work in works:
+            work.wait()
+        return
+    waiter = _idle.pop() if _idle else _Waiter()
+    errand = waiter.send(works)
+    errand.lock.acquire()
+    # Not after a signal: then the thread still waits, and the next errand gets another one.
+    _idle.append(waiter)
+    if errand.error is not None:
+        raise errand.error
+
+
+# -------------------------------------------------------------------------- at the end
+
+
+_kept: set[int] = set()
+
+
+def keep_for_ever(group: Any) -> None:
+    """Never destroy a process group in which something may be under way that will not end: gloo
+    would wait for it, and the interpreter with it."""
+    if id(group) not in _kept:
+        _kept.add(id(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def keep_at_exit(groups: Any) -> None:
+    """Do so with the values of this mapping when the interpreter exits."""
+
+    def keep() -> None:
+        for group in list(groups.values()):
+            keep_for_ever(group)
+
+    atexit.register(keep)
