@@ -25,6 +25,7 @@ from onecopy.restore import (
     Loadable,
     checked,
     compare_masters,
+    in_outline,
     load,
     load_masters,
     with_lack_told,
@@ -75,7 +76,10 @@ class KeepsState(Parts):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._adopt(checked(state_dict, self.param_groups, self._roster.cuttable()))
+        loadable = checked(state_dict, self.param_groups, self._roster.cuttable())
+        self._adopt(loadable)
+        if self.world_size > 1:
+            self._loaded = in_outline(loadable, self._roster.params, self._roster.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -167,6 +171,7 @@ class KeepsState(Parts):
         torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
         of :meth:`sharded`.
         """
+        self._transport.enter(f"saving to {path}")
         self._follow_changes()
         self._bring_masters_up_to_date()
         save(
@@ -206,7 +211,7 @@ class KeepsState(Parts):
             names.extend(names_of(self._roster, self.param_groups, module))
             return [f"from {path}", f"strict={strict}, key={key!r}"]
 
-        self._transport.note(f"loading {path}")
+        self._transport.enter(f"loading {path}")
         agree(self._transport, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
         plan = self._plan
@@ -227,6 +232,7 @@ class KeepsState(Parts):
 
     def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
         """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
+        self._transport.enter("showing the state for a checkpoint")
         self._follow_changes()
         self._bring_masters_up_to_date()
         tree: dict[str, Any] = {}
@@ -235,7 +241,6 @@ class KeepsState(Parts):
             tree.update(self._portrait(module).tree())
             return []
 
-        self._transport.note("showing the state for a checkpoint")
         agree(self._transport, "showing the state for a checkpoint", prepare)
         return tree
 
@@ -250,7 +255,7 @@ class KeepsState(Parts):
         groups: Sequence[Mapping[str, Any]],
         incomplete: Sequence[str],
     ) -> None:
-        self._transport.note("loading a checkpoint")
+        self._transport.enter("loading a checkpoint")
         options: list[dict[str, Any]] = []
 
         def prepare() -> list[str]:

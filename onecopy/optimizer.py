@@ -44,6 +44,7 @@ from onecopy.tally import in_one_line
 from onecopy.tracing import Traced, Tracing
 from onecopy.transport import Transport
 from onecopy.version import __version__
+from onecopy.words import plural
 
 logger = logging.getLogger("onecopy")
 
@@ -117,6 +118,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             optimizer_class, partition, self.world_size > 1, defaults, master_dtype
         )
         self._full_state = FullState()
+        self._loaded = []
         self._attachment = None
         self._steps_in_backward = bool(overlap_with_ddp)
 
@@ -138,6 +140,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
+        self._transport.compares_phases = self._check_steps
         self.defaults = self._local.defaults
         self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._shards.look_for_modules()
@@ -166,7 +169,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
         return [
-            f"onecopy {__version__}, {self.world_size} ranks, {self._steps} steps taken",
+            f"onecopy {__version__}, torch {torch.__version__}, {self.world_size} ranks, "
+            f"{self._steps} steps taken",
             f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
             f"overlap_with_ddp={self._steps_in_backward}",
             *self._shards.description(self.param_groups),
@@ -178,7 +182,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         if not self.initialized:  # the base class's constructor adds the groups one by one
             Optimizer.add_param_group(self, param_group)
             return
-        self._transport.note("adding a parameter group")
+        self._transport.enter("adding a parameter group")
         before = len(self.param_groups)
 
         def prepare() -> list[str]:
@@ -243,15 +247,15 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
-        self._transport.note(f"{what} in step {self._steps}", same_place=True)
+        self._transport.add_to_note(what)
 
         def prepare() -> list[str]:
             self._shards.extend(self.param_groups, unfrozen)
-            return self._description()
+            return [*self._description(), *self._loaded]
 
         with self._shards.all_or_nothing():
             agree(self._transport, what, prepare)
-        self._shards.is_confirmed = True
+        self._shards.is_confirmed, self._loaded = True, []
         self._shards.settle()
         if self._attachment is not None:
             self._attachment.catch_up()
@@ -265,7 +269,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         """
         if self._steps_in_backward:
             return None
-        replay = Replay(closure) if callable(closure) else closure
+        with self._transport.noting_errors(f"the closure of step {self._steps + 1}"):
+            replay = Replay(closure) if callable(closure) else closure
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
@@ -274,33 +279,46 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
         self._steps += 1
-        self._transport.note(f"in step {self._steps}")
-        self.wait()
-        self._follow_changes(party)
-        self._local.masters.follow_params()
-        if self._check_steps:
-            require_agreement(self._transport, "checking a step", self._description())
-        gradients = self._gradients(party)
-        self._local.options_in(self.param_groups)
-        self._full_state.forget("the optimizer has stepped since the last consolidation")
-        try:
+        self._transport.enter(f"in step {self._steps}{self._mode}")
+        with self._transport.noting_errors():
+            self.wait()
+            self._follow_changes(party)
+            self._local.masters.follow_params()
+            if self._check_steps:
+                self._compare_step(closure, kwargs, party)
+            gradients = self._gradients(party)
+            self._local.options_in(self.param_groups)
+            self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
                 result = self._shards.step(closure, kwargs, gradients)
-        except Exception as error:
-            # The other ranks will wait for this one's parameters: tell them why they wait.
-            self._transport.note(f"step {self._steps} raised {error!r}", same_place=True)
-            raise
-        self._local.options_out(self.param_groups)
-        if self._attachment is not None:
-            self._attachment.reducer.clear()
-        if self._join_config.enable:
-            self.wait()  # DDP may send its parameters around when the context ends
-        if self._check_every and self._steps % self._check_every == 0:
-            self.assert_replicas_equal()
+            self._local.options_out(self.param_groups)
+            if self._attachment is not None:
+                self._attachment.used_up(self._steps)
+            if self._join_config.enable:
+                self.wait()  # DDP may send its parameters around when the context ends
+            if self._check_every and self._steps % self._check_every == 0:
+                self.assert_replicas_equal()
         self._transport.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return result
+
+    @property
+    def _mode(self) -> str:
+        """What tells this rank's step from that of a rank that did something else before."""
+        if self._attachment is None:
+            return ""
+        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
+
+    def _compare_step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> None:
+        """With ``ONECOPY_CHECK=step``: whatever the ranks must have alike now."""
+        lines = self._description()
+        if party is None:  # a rank that has joined borrows its gradients
+            lines += [
+                f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
+                *self._roster.readiness(with_gradients=self._attachment is None),
+            ]
+        require_agreement(self._transport, f"comparing step {self._steps}", lines)
 
     def _gradients(self, party: Party | None) -> GradientsOf:
         """Where this step finds the gradients of the pieces in a bucket."""
@@ -327,6 +345,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def assert_replicas_equal(self) -> None:
         """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
         all ranks, naming the first parameter that differs and the ranks."""
+        self._transport.enter("comparing replicas")
         self.wait()
         require_equal_replicas(self._roster.params, self._roster.names, self._transport)
 
@@ -362,6 +381,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def _move_parameters(
         self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> None:
+        self._transport.enter(f"in {name}()")
         self.wait()
         self._follow_changes()
         self._local.masters.follow_params()

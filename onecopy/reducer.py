@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 
+from onecopy.agreement import require_agreement
 from onecopy.buffers import Staging, in_layout_of, is_dense
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
 from onecopy.plan import Plan
 from onecopy.transport import Pending, Transport
+from onecopy.words import plural
 
 IN_FLIGHT = 3
 _TAGS_FROM = 1 << 16  # apart from those of the gathers
@@ -91,6 +93,7 @@ class Reducer:
         self._late: dict[int, torch.Tensor] = {}
         self._outgoing, self._incoming = Staging(IN_FLIGHT), Staging(IN_FLIGHT)
         self._present: set[int] = set()
+        self.backwards = 0  # since the gradients were used up or dropped
         self.share = 1 / transport.world_size  # what a rank's gradient counts in the average
 
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
@@ -151,11 +154,13 @@ class Reducer:
         self.begin()
         assert self._phase is not None
         self._phase.next = first
+        self.backwards -= 1  # no backward of the user's
         self.end()
 
     def begin(self) -> None:
         """A backward has begun, on all ranks."""
         self.judge()
+        self.backwards += 1
         trainable = list(map(attrgetter("requires_grad"), self._params))
         frozen = {index for index in self._lanes_of if not trainable[index]}
         self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
@@ -195,8 +200,10 @@ class Reducer:
         self._phase = None
         count = len(self._params)
         marks = torch.zeros(
-            count + len(self._lanes), dtype=torch.uint8, device=self._transport.control_device
+            count + len(self._lanes) + 2, dtype=torch.uint8, device=self._transport.control_device
         )
+        # The greatest of both over all ranks add up to 100 only if the ranks have the same.
+        marks[-2:] = torch.tensor([self.backwards % 101, 100 - self.backwards % 101])
         late = {count + number for index in self._late for number in self._lanes_of[index]}
         if present or late:
             marks[torch.tensor(sorted({*present, *late}), device=marks.device)] = 1
@@ -295,7 +302,11 @@ class Reducer:
             return
         verdict, self._verdict = self._verdict, None
         verdict.pending.wait()
-        said = torch.nonzero(verdict.marks.cpu()).flatten().tolist()
+        marks = verdict.marks.cpu()
+        if int(marks[-2]) + int(marks[-1]) != 100:
+            held = f"with {plural(self.backwards, 'backward')} since the last step or zero_grad()"
+            require_agreement(self._transport, "reducing gradients", [held])
+        said = torch.nonzero(marks[:-2]).flatten().tolist()
         self._present |= {index for index in said if index < verdict.params}
         again = [index - verdict.params for index in said if index >= verdict.params]
         late, self._late = self._late, {}
@@ -344,6 +355,7 @@ class Reducer:
         while self._flights:
             self._land()
         self._present = set()
+        self.backwards = 0
         for lane in self._lanes:
             lane.holds = False
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from onecopy.agreement import RanksDisagree, require_agreement
 from onecopy.exchange import Exchange
 from onecopy.ledger import Ledger, Traffic
 from onecopy.notes import notes_of, store_of
@@ -77,6 +78,8 @@ class Transport:
         self.traffic = Traffic()
         self.ledger = Ledger(self.traffic)
         self._notes = notes_of(self.user_group)
+        self.compares_phases = False  # ONECOPY_CHECK=step
+        self._has_failed = False
         self.note("building an optimizer")
         with self.naming_absentees():
             self._group = _private_group(self.user_group, self.control_device)
@@ -88,6 +91,30 @@ class Transport:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
         self._notes.write(text, same_place)
 
+    def enter(self, what: str) -> None:
+        """Something begins that all ranks do together: a note of it, and with
+        ``ONECOPY_CHECK=step`` a comparison of what the ranks are about to do."""
+        self.note(what)
+        if self.compares_phases:
+            require_agreement(self, what, ())
+
+    def add_to_note(self, detail: str) -> None:
+        """Where exactly in it this rank is."""
+        self.note(f"{self._notes.place}: {detail}", same_place=True)
+
+    @contextlib.contextmanager
+    def noting_errors(self, where: str = "") -> Iterator[None]:
+        """An exception of this rank alone: the others will wait for it, and are told why."""
+        try:
+            yield
+        except RanksDisagree:
+            raise
+        except Exception as error:
+            if not self._has_failed:
+                place = where or self._notes.place
+                self.note(f"{place} raised {type(error).__name__}: {error}", same_place=True)
+            raise
+
     @contextlib.contextmanager
     def naming_absentees(self) -> Iterator[None]:
         try:
@@ -95,6 +122,7 @@ class Transport:
         except torch.OutOfMemoryError:
             raise  # says what it is, and the others have nothing to do with it
         except RuntimeError as error:
+            self._has_failed = True
             raise RuntimeError(self._notes.report()) from error
 
     def exchange(self, token: str, what: str) -> Exchange:
