@@ -109,6 +109,7 @@ class KeepsState(Parts):
             group.update(kept)
             group.update(options_of(inner))
         self._policies.remember_flags(self._roster.policies, self.param_groups)
+        self._state_has_changed()
         self._full_state.forget("a state dict was loaded after the last consolidation")
 
     def _warn_of_masters(self, loadable: Loadable) -> None:
@@ -130,7 +131,8 @@ class KeepsState(Parts):
     def _bring_masters_up_to_date(self) -> None:
         """Before they are saved: the parameters are here, and what was written into them counts."""
         self.wait()
-        self._local.masters.follow_writes()
+        if self._local.masters.follow_writes():
+            self._state_has_changed()
 
     # ------------------------------------------------------------------ sharded checkpoints
 

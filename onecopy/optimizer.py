@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from onecopy.agreement import agree, require_agreement
+from onecopy.agreement import agree
 from onecopy.attaching import Attaches
+from onecopy.checking import Checks
 from onecopy.full_state import FullState
 from onecopy.inner import OwnedState, Replay
 from onecopy.intake import (
@@ -36,7 +37,6 @@ from onecopy.joining import Joins
 from onecopy.keeping import KeepsState
 from onecopy.local import GradientsOf, LocalOptimizer, of_the_parameters
 from onecopy.policies import Policies
-from onecopy.replicas import require_equal_replicas
 from onecopy.reporting import Reports
 from onecopy.roster import plan_to_extend
 from onecopy.shards import Shards
@@ -44,7 +44,6 @@ from onecopy.tally import in_one_line
 from onecopy.tracing import Traced, Tracing
 from onecopy.transport import Transport
 from onecopy.version import __version__
-from onecopy.words import plural
 
 logger = logging.getLogger("onecopy")
 
@@ -52,7 +51,7 @@ logger = logging.getLogger("onecopy")
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
+class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -79,7 +78,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         master_dtype: keep a copy in this dtype, float32 as a rule, of every parameter of a narrower
             one, and update that. The copies are sharded, and part of the state; parameters are
             gathered in their own dtype.
-        check_every: every so many steps, compare the parameters of all ranks.
+        check_every: look for bits that change between steps, in the parameters and in the state,
+            and tell all ranks of it every so many steps; compare what the ranks hold then, too.
         **defaults: options of ``optimizer_class``.
     """
 
@@ -111,8 +111,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
-        self._check_every = check_every
-        self._check_steps = False
+        self._watch_with(check_every)
         self._steps = 0
         self._policies = Policies(
             optimizer_class, partition, self.world_size > 1, defaults, master_dtype
@@ -164,6 +163,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
         if "_shards" in self.__dict__:  # the base class's constructor sets an empty one before
             self._local.replace_state(value)
+            self._state_has_changed()
             self._full_state.forget("the state was replaced after the last consolidation")
 
     def _description(self) -> list[str]:
@@ -283,6 +283,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         with self._transport.noting_errors():
             self.wait()
             self._follow_changes(party)
+            self._look_for_damage()
             self._local.masters.follow_params()
             if self._check_steps:
                 self._compare_step(closure, kwargs, party)
@@ -296,29 +297,11 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
                 self._attachment.used_up(self._steps)
             if self._join_config.enable:
                 self.wait()  # DDP may send its parameters around when the context ends
-            if self._check_every and self._steps % self._check_every == 0:
-                self.assert_replicas_equal()
+            self._seal_state()
         self._transport.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return result
-
-    @property
-    def _mode(self) -> str:
-        """What tells this rank's step from that of a rank that did something else before."""
-        if self._attachment is None:
-            return ""
-        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
-
-    def _compare_step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> None:
-        """With ``ONECOPY_CHECK=step``: whatever the ranks must have alike now."""
-        lines = self._description()
-        if party is None:  # a rank that has joined borrows its gradients
-            lines += [
-                f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
-                *self._roster.readiness(with_gradients=self._attachment is None),
-            ]
-        require_agreement(self._transport, f"comparing step {self._steps}", lines)
 
     def _gradients(self, party: Party | None) -> GradientsOf:
         """Where this step finds the gradients of the pieces in a bucket."""
@@ -341,13 +324,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
                     f"the ranks. Keep it whole: put it into a group of its own with "
                     f'"partition": "whole", or pass partition="whole"'
                 )
-
-    def assert_replicas_equal(self) -> None:
-        """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
-        all ranks, naming the first parameter that differs and the ranks."""
-        self._transport.enter("comparing replicas")
-        self.wait()
-        require_equal_replicas(self._roster.params, self._roster.names, self._transport)
 
     # ------------------------------------------------------------------ as torch's class has it
 
@@ -390,6 +366,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
         self._local.options_out(self.param_groups)
+        self._state_has_changed()
         self._shards.send_all()
 
     # ------------------------------------------------------------------ copying

@@ -78,6 +78,10 @@ class Parts(Optimizer, Joinable):
         """What tells this rank's step from that of a rank that did something else before."""
         raise NotImplementedError
 
+    def _state_has_changed(self) -> None:
+        """As it should, between two steps."""
+        raise NotImplementedError
+
     def wait(self) -> None:
         """Until the parameters that the last step updated are here."""
         raise NotImplementedError

@@ -250,8 +250,12 @@ class Transport:
 
     def minimum_and_maximum(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Elementwise over the ranks."""
-        low, high = values.to(self.control_device, copy=True), values.to(self.control_device)
-        both = torch.stack([low, ~high])  # ~x reverses the order of integers: one all-reduce
+        return self.extremes(values, values)
+
+    def extremes(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least of one and the greatest of the other, elementwise over the ranks."""
+        # ~x reverses the order of integers: one all-reduce
+        both = torch.stack([low, ~high]).to(self.control_device)
         with self.naming_absentees():
             dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         return both[0].cpu(), (~both[1]).cpu()
