@@ -1,8 +1,9 @@
 """Do all ranks hold the same? If not, the same error on every rank, naming the first difference.
 
-What a rank holds is described by lines of text. Agreement costs one all-gather of 32 bytes: the
-digest of the lines. Only when digests differ are lines exchanged: rank 0 shows all of its own, and
-every rank answers with the first line in which it differs. No pickle is involved.
+What a rank is doing, and what it holds, is described by lines of text. Agreement costs one
+all-gather of 32 bytes: the digest of the lines. Only when digests differ are lines exchanged: rank
+0 shows all of its own, and every rank answers with the first line in which it differs. No pickle is
+involved.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
+# Of the first message of whatever ranks do together. Why all of one size: gloo ends the process
+# when messages of different sizes meet, and then nobody can tell what was wrong.
+DIGEST_BYTES = 32
 _TEXT_BYTES = 400
 _SAME = -1
 
@@ -43,16 +47,22 @@ class RanksDisagree(ValueError):
 
 
 def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:
-    """Raise :class:`RanksDisagree` on all ranks unless all hold the same lines."""
-    mine = [line.replace("\n", " ") for line in lines]
+    """Raise :class:`RanksDisagree` on all ranks unless all hold the same lines, and do the same:
+    the subject is what a rank is doing, and is compared first."""
+    mine = [line.replace("\n", " ") for line in (subject, *lines)]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    if len(set(channel.all_gather_bytes(digest))) == 1:
-        return
+    if len(set(channel.all_gather_bytes(digest))) > 1:
+        raise difference(channel, mine)
+
+
+def difference(channel: Channel, mine: Sequence[str]) -> RanksDisagree:
+    """The error for all ranks, when their messages of ``DIGEST_BYTES`` were not what they should
+    be. Collective. The first line says what this rank is doing."""
     text = "\n".join(mine).encode() if channel.rank == 0 else None
     theirs = channel.broadcast_bytes(text, source=0).decode().split("\n")
     index = _first_difference(mine, theirs)
     answers = channel.all_gather_bytes(_Answer.at(mine, index).to_bytes())
-    raise _disagreement(subject, theirs, [_Answer.from_bytes(a) for a in answers])
+    return _disagreement(theirs, [_Answer.from_bytes(answer) for answer in answers])
 
 
 def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) -> None:
@@ -137,7 +147,7 @@ def _shortened(line: str) -> str:
     return line.encode()[: _TEXT_BYTES - 3].decode(errors="ignore") + "..."
 
 
-def _disagreement(subject: str, base: Sequence[str], answers: Sequence[_Answer]) -> RanksDisagree:
+def _disagreement(base: Sequence[str], answers: Sequence[_Answer]) -> RanksDisagree:
     first = min(answer.place for answer in answers if answer.place != _SAME)
     holders: dict[tuple[bytes, str], list[int]] = {}
     for rank, answer in enumerate(answers):
@@ -145,8 +155,9 @@ def _disagreement(subject: str, base: Sequence[str], answers: Sequence[_Answer])
         here = answer if answer.place == first else _Answer.at(base, first)
         holders.setdefault((here.digest, here.text), []).append(rank)
     views = "".join(f"\n  {name_ranks(ranks)}: {text}" for (_, text), ranks in holders.items())
+    about = f"while {base[0]}" if first > 0 else "about what to do next"
     return RanksDisagree(
-        f"the ranks disagree while {subject}:{views}\nEvery rank must do the same here.",
+        f"the ranks disagree {about}:{views}\nEvery rank must do the same here.",
         [text for _, text in holders],
     )
 

@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 
-from onecopy.agreement import agree
+from onecopy.agreement import agree, require_agreement
 from onecopy.attachment import Attachment, require_attachable
 from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
 from onecopy.parts import Parts
 
 logger = logging.getLogger("onecopy")
+
+# How methods of an attachment are called by the user.
+_LOOKS = {
+    "clip": "clip_grad_norm_",
+    "norm": "grad_norm",
+    "full_gradient": "full_grad of parameter ",
+    "unscale": "GradScaler.unscale_",
+}
 
 
 class Attaches(Parts):
@@ -46,7 +54,7 @@ class Attaches(Parts):
                 parameters in any other way.
         """
         self._require_usable()
-        self._transport.note("attaching")
+        self._transport.enter("attaching")
 
         def prepare() -> list[str]:
             if self._steps_in_backward:
@@ -73,6 +81,7 @@ class Attaches(Parts):
             reduce_dtype,
             lazy_gather,
             self._announce_in_join,
+            self._steps,
         )
         # Else hooks would go on taking gradients away from whoever comes next.
         self._last_will = weakref.finalize(self, attachment.detach)
@@ -90,6 +99,7 @@ class Attaches(Parts):
             self._last_will()
         finally:
             self._attachment = None
+            self._transport.add_to_note("then detached")
 
     def wait(self) -> None:
         """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
@@ -157,16 +167,22 @@ class Attaches(Parts):
         self._require_usable()
         attachment.give_up_raised()
         party = self._announce_in_join(Turn.LOOK)
-        attachment.judge()
-        self._follow_changes(party)
-        if party is not None:
-            same_call(self._transport, party, [method, *args])
-        return getattr(attachment, method)(*args)
+        call = f"{_LOOKS[method]}{args}"
+        self._transport.note(f"{call} after {self._steps} steps{self._mode}")
+        with self._transport.noting_errors():
+            if party is None:
+                # Owners that clip differently, or send the gradients of different parameters,
+                # would go wrong without a sign of it.
+                require_agreement(self._transport, call, ())
+            attachment.judge()
+            self._follow_changes(party)
+            if party is not None:
+                same_call(self._transport, party, [method, *args])
+            return getattr(attachment, method)(*args)
 
     def _unscale(self, inv_scale: torch.Tensor, allow_fp16: bool) -> torch.Tensor:
         """For the scaler: whether any rank has found an infinity or NaN."""
-        scale = float(inv_scale) if self._join_config.enable else inv_scale
-        found: torch.Tensor = self._look("unscale", scale, allow_fp16)
+        found: torch.Tensor = self._look("unscale", float(inv_scale), allow_fp16)
         return found
 
     def _skip_step(self) -> None:

@@ -42,9 +42,12 @@ class Attachment:
         reduce_dtype: torch.dtype | None,
         lazy_gather: bool,
         announce: Callable[[Turn], Party | None],
+        steps: int,
     ) -> None:
-        """``announce`` tells ranks that have joined (see ``Join``) what comes."""
+        """``announce`` tells ranks that have joined (see ``Join``) what comes; so many ``steps``
+        have been taken."""
         self._transport = transport
+        self._steps = steps
         self._is_scaled = False  # while a step is taken by our scaler
         self._shards = shards
         self._announce = weakref.WeakMethod(announce)
@@ -52,7 +55,7 @@ class Attachment:
         self.divides_by_all = True  # also by ranks that have joined
         self.reducer = Reducer(transport, reduce_dtype, shards.local.master_dtype)
         if isinstance(module, DistributedDataParallel):
-            self.feed: Feed = DDPFeed(module, self.reducer, transport, self.zero_grad)
+            self.feed: Feed = DDPFeed(module, self.reducer, transport, self.zero_grad, self._enter)
             modules = [module, module.module]
         else:
             _send_from_first_rank(transport, module)
@@ -70,8 +73,20 @@ class Attachment:
         if self._transport.world_size == 1:
             self._shards.follow_memory()  # one rank alone may have converted the module
         self.reducer.judge()  # before others are told of a backward that is not to be
-        self._take_share(self._tell_joined(Turn.BACKWARD))
+        party = self._tell_joined(Turn.BACKWARD)
+        self._enter()
+        self._take_share(party)
         self.reducer.begin()
+
+    def _enter(self) -> None:
+        """A backward begins, on all ranks."""
+        number = self.reducer.backwards + 1
+        self._transport.enter(f"in backward {number} after step {self._steps}")
+
+    def used_up(self, steps: int) -> None:
+        """The gradients were used by a step, the last of so many."""
+        self._steps = steps
+        self.reducer.clear()
 
     def _tell_joined(self, turn: Turn) -> Party | None:
         announce = self._announce()
@@ -79,6 +94,7 @@ class Attachment:
 
     def shadow_backward(self, party: Party) -> None:
         """A backward of the others, on a rank that has joined."""
+        self._enter()
         self._take_share(party)
         self.reducer.begin()
         self.reducer.end()

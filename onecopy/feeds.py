@@ -250,13 +250,16 @@ class DDPFeed:
         reducer: Reducer,
         transport: Transport,
         abandon: Callable[[], None],
+        enter: Callable[[], None],
     ) -> None:
+        """``enter`` is called when a backward begins, on all ranks."""
         if ddp not in _switches:
             _switches[ddp] = _Switch(ddp)
         self._of_ddp = weakref.ref(ddp)  # which holds on to this through its hook
         self._switch = _switches[ddp]
         self._switch.feed = self
         self._reducer = reducer
+        self._enter = enter
         self._transport = transport
         self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
@@ -292,6 +295,7 @@ class DDPFeed:
                 self._is_queued = True
             except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
                 self._is_queued = False
+            self._enter()
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
             self._reducer.begin()
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):

@@ -32,7 +32,7 @@ class FullState:
         self, transport: Transport, shards: Shards, groups: Groups, steps: int, to: int
     ) -> None:
         """Collective."""
-        transport.note(f"consolidating the state to rank {to}")
+        transport.enter(f"consolidating the state to rank {to}")
         stock: Any = None
 
         def prepare() -> list[str]:

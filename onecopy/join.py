@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from onecopy.agreement import RanksDisagree, name_ranks
+from onecopy.agreement import DIGEST_BYTES, RanksDisagree, difference, name_ranks
 from onecopy.buffers import flat_range, in_layout_of, is_dense
 from onecopy.intake import options_of
 from onecopy.parcels import NotPlain, decode, encode, receive_tensors, send_tensors
@@ -55,6 +55,9 @@ class Turn(enum.Enum):
     JOINED = b"j"  # whatever the others do
 
 
+_TURNS = {turn.value for turn in Turn}
+
+
 @dataclass(frozen=True, slots=True)
 class Party:
     """Who lends to whom in this turn. On all ranks of a turn in which somebody has joined."""
@@ -67,7 +70,11 @@ class Party:
 def find_party(transport: Transport, mine: Turn) -> Party | None:
     """Collective, in every turn inside a join context. None while nobody has joined. If those that
     have not joined differ in what they are about to do, it is an error on all ranks."""
-    turns = [Turn(word) for word in transport.all_gather_bytes(mine.value)]
+    said = transport.all_gather_bytes(mine.value.ljust(DIGEST_BYTES, b"\0"))
+    words = [message.rstrip(b"\0") for message in said]
+    if not all(word in _TURNS for word in words):
+        raise difference(transport, [f"inside Join: {mine.name}"])
+    turns = [Turn(word) for word in words]
     ranks: dict[Turn, list[int]] = {}
     for rank, turn in enumerate(turns):
         ranks.setdefault(turn, []).append(rank)

@@ -40,9 +40,12 @@ class Joins(Parts):
 
     def _announce(self, turn: Turn) -> Party | None:
         """Tell joined ranks, if there may be any, what comes."""
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
+        if self._join_config.enable:
+            self._transport.add_to_note(f"inside Join, before {turn.name}")
+        with self._transport.naming_absentees():  # also those outside of the context
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait()
         return find_party(self._transport, turn) if self._join_config.enable else None
 
     def _take_part_joined(self) -> None:
@@ -58,6 +61,7 @@ class Joins(Parts):
             elif party.turn is Turn.BACKWARD:
                 self._attached("join").shadow_backward(party)
             else:
+                self._transport.note("looking at gradients with the others, joined")
                 self._follow_changes(party)
                 method, *args = same_call(self._transport, party, ())
                 getattr(self._attached("join"), method)(*args)

@@ -25,6 +25,7 @@ from onecopy.restore import (
     Loadable,
     checked,
     compare_masters,
+    in_outline,
     load,
     load_masters,
     with_lack_told,
@@ -77,7 +78,10 @@ class KeepsState(Parts):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._bring_level()
-        self._adopt(checked(state_dict, self.param_groups, self._roster.cuttable()))
+        loadable = checked(state_dict, self.param_groups, self._roster.cuttable())
+        self._adopt(loadable)
+        if self.world_size > 1:
+            self._loaded = in_outline(loadable, self._roster.params, self._roster.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -108,6 +112,7 @@ class KeepsState(Parts):
             group.update(kept)
             group.update(options_of(inner))
         self._policies.remember_flags(self._roster.policies, self.param_groups)
+        self._state_has_changed()
         self._full_state.forget("a state dict was loaded after the last consolidation")
 
     def _warn_of_masters(self, loadable: Loadable) -> None:
@@ -129,7 +134,8 @@ class KeepsState(Parts):
     def _bring_masters_up_to_date(self) -> None:
         """Before they are saved: the parameters are here, and what was written into them counts."""
         self.wait()
-        self._local.masters.follow_writes()
+        if self._local.masters.follow_writes():
+            self._state_has_changed()
 
     # ------------------------------------------------------------------ sharded checkpoints
 
@@ -171,6 +177,7 @@ class KeepsState(Parts):
         of :meth:`sharded`.
         """
         self._require_usable()
+        self._transport.enter(f"saving to {path}")
         self._follow_changes()
         self._bring_masters_up_to_date()
         save(
@@ -212,7 +219,7 @@ class KeepsState(Parts):
 
         self._transport.require_working()
         self._bring_level()
-        self._transport.note(f"loading {path}")
+        self._transport.enter(f"loading {path}")
         agree(self._transport, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
         plan = self._plan
@@ -234,6 +241,7 @@ class KeepsState(Parts):
     def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
         """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
         self._require_usable()
+        self._transport.enter("showing the state for a checkpoint")
         self._follow_changes()
         self._bring_masters_up_to_date()
         tree: dict[str, Any] = {}
@@ -242,7 +250,6 @@ class KeepsState(Parts):
             tree.update(self._portrait(module).tree())
             return []
 
-        self._transport.note("showing the state for a checkpoint")
         agree(self._transport, "showing the state for a checkpoint", prepare)
         return tree
 
@@ -259,7 +266,7 @@ class KeepsState(Parts):
     ) -> None:
         self._transport.require_working()
         self._bring_level()
-        self._transport.note("loading a checkpoint")
+        self._transport.enter("loading a checkpoint")
         options: list[dict[str, Any]] = []
 
         def prepare() -> list[str]:

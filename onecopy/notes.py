@@ -25,12 +25,15 @@ class Notes:
     rank: int
     world_size: int
     count: int = 0
-    last: str = ""
+    place: str = ""  # what the rank is doing
+    last: str = ""  # the same, maybe in more detail
     failure: str = ""  # why the group is of no use any more
 
     def write(self, text: str, same_place: bool = False) -> None:
         """``same_place`` only adds detail: the rank is no further than before."""
-        self.count += not same_place
+        if not same_place:
+            self.count += 1
+            self.place = text
         self.last = text
         if self.world_size > 1 and self.store is not None:
             clock = time.strftime("%H:%M:%S")
@@ -44,8 +47,22 @@ class Notes:
         self.write(text, same_place=True)
 
     def report(self) -> str:
-        """Who is missing, and where everybody was, the same on all ranks; without a store, where
-        this rank was."""
+        """Who is missing, and where everybody was; without a store, where this rank was.
+
+        The first rank to ask writes it down for all: what the others do afterwards, or when they
+        come to ask, changes nothing, and every rank shows the same. A group in which a collective
+        has failed is of no use any more, so there is one report for all times.
+        """
+        found = self._describe()
+        if self.store is None or self.world_size == 1:
+            return found
+        try:
+            kept: str = self.store.compare_set(_REPORT, "", found).decode()
+        except (RuntimeError, NotImplementedError):  # it went down with the rank that hosts it
+            return found
+        return kept
+
+    def _describe(self) -> str:
         seen = self._read()
         if seen is None:
             return f"a collective failed on rank {self.rank}: {self.last}"
@@ -90,6 +107,7 @@ class _Note(NamedTuple):
     since: str
 
 
+_REPORT = "onecopy/report"
 _NEVER_SEEN = _Note(0, "never seen", "")
 
 # Shared by all optimizers of a group: the order of their steps is part of being level.

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from onecopy.agreement import agree, require_agreement
+from onecopy.agreement import agree
 from onecopy.attaching import Attaches
+from onecopy.checking import Checks
 from onecopy.condition import Condition
 from onecopy.full_state import FullState
 from onecopy.inner import OwnedState, Replay
@@ -39,7 +40,6 @@ from onecopy.joining import Joins
 from onecopy.keeping import KeepsState
 from onecopy.local import GradientsOf, LocalOptimizer, of_the_parameters
 from onecopy.policies import Policies
-from onecopy.replicas import require_equal_replicas
 from onecopy.reporting import Reports
 from onecopy.roster import plan_to_extend
 from onecopy.shards import Shards
@@ -54,7 +54,7 @@ logger = logging.getLogger("onecopy")
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
+class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -81,7 +81,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         master_dtype: keep a copy in this dtype, float32 as a rule, of every parameter of a narrower
             one, and update that. The copies are sharded, and part of the state; parameters are
             gathered in their own dtype.
-        check_every: every so many steps, compare the parameters of all ranks.
+        check_every: look for bits that change between steps, in the parameters and in the state,
+            and tell all ranks of it every so many steps; compare what the ranks hold then, too.
         **defaults: options of ``optimizer_class``.
     """
 
@@ -113,13 +114,13 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
-        self._check_every = check_every
-        self._check_steps = False
+        self._watch_with(check_every)
         self._steps = 0
         self._policies = Policies(
             optimizer_class, partition, self.world_size > 1, defaults, master_dtype
         )
         self._full_state = FullState()
+        self._loaded = []
         self._attachment = None
         self._condition = Condition()
         self._steps_in_backward = bool(overlap_with_ddp)
@@ -143,6 +144,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
+        self._transport.compares_phases = self._check_steps
         self.defaults = self._local.defaults
         self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._shards.look_for_modules()
@@ -166,12 +168,14 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
         if "_shards" in self.__dict__:  # the base class's constructor sets an empty one before
             self._local.replace_state(value)
+            self._state_has_changed()
             self._full_state.forget("the state was replaced after the last consolidation")
 
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
         return [
-            f"onecopy {__version__}, {self.world_size} ranks, {self._steps} steps taken",
+            f"onecopy {__version__}, torch {torch.__version__}, {self.world_size} ranks, "
+            f"{self._steps} steps taken",
             f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
             f"overlap_with_ddp={self._steps_in_backward}",
             *self._shards.description(self.param_groups),
@@ -184,7 +188,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
             Optimizer.add_param_group(self, param_group)
             return
         self._require_usable()
-        self._transport.note("adding a parameter group")
+        self._transport.enter("adding a parameter group")
         before = len(self.param_groups)
 
         def prepare() -> list[str]:
@@ -249,15 +253,15 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
-        self._transport.note(f"{what} in step {self._steps}", same_place=True)
+        self._transport.add_to_note(what)
 
         def prepare() -> list[str]:
             self._shards.extend(self.param_groups, unfrozen)
-            return self._description()
+            return [*self._description(), *self._loaded]
 
         with self._shards.all_or_nothing():
             agree(self._transport, what, prepare)
-        self._shards.is_confirmed = True
+        self._shards.is_confirmed, self._loaded = True, []
         self._shards.settle()
         if self._attachment is not None:
             self._attachment.catch_up()
@@ -272,7 +276,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         if self._steps_in_backward:
             return None
         self._require_usable()
-        replay = Replay(closure) if callable(closure) else closure
+        with self._transport.noting_errors(f"the closure of step {self._steps + 1}"):
+            replay = Replay(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.give_up_raised()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
@@ -288,9 +293,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
                 self._attachment.judge()
             self.wait()
             self._follow_changes(party)
+            self._look_for_damage()
             self._local.masters.follow_params()
             if self._check_steps:
-                require_agreement(self._transport, "checking a step", self._description())
+                self._compare_step(closure, kwargs, party)
             gradients = self._gradients(party)
             self._local.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
@@ -298,11 +304,11 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
                 result = self._shards.step(closure, kwargs, gradients, self._condition)
             self._local.options_out(self.param_groups)
             if self._attachment is not None:
-                self._attachment.reducer.clear()
-        if self._join_config.enable:
-            self.wait()  # DDP may send its parameters around when the context ends
-        if self._check_every and self._steps % self._check_every == 0:
-            self.assert_replicas_equal()
+                self._attachment.used_up(self._steps)
+        with self._transport.noting_errors():
+            if self._join_config.enable:
+                self.wait()  # DDP may send its parameters around when the context ends
+            self._seal_state()
         self._transport.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
@@ -312,8 +318,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
     def _in_next_step(self) -> Iterator[None]:
         """Count a step, unless it raises before it has changed anything."""
         self._steps += 1
-        self._transport.note(f"in step {self._steps}")
         try:
+            self._transport.enter(f"in step {self._steps}{self._mode}")
             with self._condition.stepping(self._steps, len(self._plan.buckets)):
                 yield
         except BaseException as error:
@@ -349,13 +355,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
                     f'"partition": "whole", or pass partition="whole"'
                 )
 
-    def assert_replicas_equal(self) -> None:
-        """Compare the parameters of all ranks, bit for bit. Collective. Raises ``RuntimeError`` on
-        all ranks, naming the first parameter that differs and the ranks."""
-        self._require_usable()
-        self.wait()
-        require_equal_replicas(self._roster.params, self._roster.names, self._transport)
-
     # ------------------------------------------------------------------ as torch's class has it
 
     @property
@@ -389,6 +388,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> None:
         self._require_usable()
+        self._transport.enter(f"in {name}()")
         self.wait()
         self._follow_changes()
         self._local.masters.follow_params()
@@ -397,6 +397,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
         self._local.options_out(self.param_groups)
+        self._state_has_changed()
         self._shards.send_all()
 
     # ------------------------------------------------------------------ copying

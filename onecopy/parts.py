@@ -39,6 +39,7 @@ class Parts(Optimizer, Joinable):
     _attachment: Attachment | None
     _condition: Condition
     _steps: int
+    _loaded: list[str]  # what was loaded, in lines, until all ranks are known to have the same
     _steps_in_backward: bool  # overlap_with_ddp
 
     @property
@@ -85,6 +86,15 @@ class Parts(Optimizer, Joinable):
 
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
+        raise NotImplementedError
+
+    @property
+    def _mode(self) -> str:
+        """What tells this rank's step from that of a rank that did something else before."""
+        raise NotImplementedError
+
+    def _state_has_changed(self) -> None:
+        """As it should, between two steps."""
         raise NotImplementedError
 
     def wait(self) -> None:

@@ -202,12 +202,14 @@ class Masters:
         for owned in self._pieces:
             owned.load_master(saved.get(owned.tensor))
 
-    def follow_writes(self) -> None:
+    def follow_writes(self) -> bool:
         """Take over what somebody else has written into the parameters, before masters are saved.
-        What was loaded stays, until the parameter is written to: that may be loaded next."""
-        for owned in self._pieces:
-            if owned.is_behind:
-                owned.follow_param()
+        What was loaded stays, until the parameter is written to: that may be loaded next. Whether
+        there may have been anything."""
+        behind = [owned for owned in self._pieces if owned.is_behind]
+        for owned in behind:
+            owned.follow_param()
+        return bool(behind)
 
     def follow_params(self) -> None:
         """Before parameters are updated: they are the truth, also for what was loaded."""

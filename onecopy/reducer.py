@@ -24,17 +24,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.agreement import name_ranks
+from onecopy.agreement import name_ranks, require_agreement
 from onecopy.buffers import Staging, in_layout_of, is_dense
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
 from onecopy.plan import Plan
 from onecopy.transport import Pending, Transport
+from onecopy.words import plural
 
 IN_FLIGHT = 3
 # What neighbours read in place is free again when they have: with one buffer more than there are
@@ -76,21 +77,32 @@ class _Verdict:
     """What the ranks say at the end of a backward: which parameters had a gradient, which buckets
     need a second round, and which ranks have given it up."""
 
-    marks: torch.Tensor  # one for each parameter, then for each bucket, then for each rank
+    # One for each parameter, for each bucket, for each rank, and two for the number of backwards.
+    marks: torch.Tensor
     params: int  # how many there were: more may have come since
     buckets: int
     pending: Pending
 
-    def read(self) -> tuple[set[int], list[int], list[int]]:
-        """Parameters, buckets and ranks."""
+    def read(self) -> _Said:
         self.pending.wait()
-        said = torch.nonzero(self.marks.cpu()).flatten().tolist()
+        *marks, most, least = self.marks.tolist()
+        said = [number for number, mark in enumerate(marks) if mark]
         first_bucket, first_rank = self.params, self.params + self.buckets
-        return (
-            {mark for mark in said if mark < first_bucket},
-            [mark - first_bucket for mark in said if first_bucket <= mark < first_rank],
-            [mark - first_rank for mark in said if mark >= first_rank],
+        return _Said(
+            present={mark for mark in said if mark < first_bucket},
+            again=[mark - first_bucket for mark in said if first_bucket <= mark < first_rank],
+            gave_up=[mark - first_rank for mark in said if mark >= first_rank],
+            equally_often=most + least == 100,
         )
+
+
+class _Said(NamedTuple):
+    """What the ranks have said, all together."""
+
+    present: set[int]  # parameters
+    again: list[int]  # buckets
+    gave_up: list[int]  # ranks
+    equally_often: bool  # all have had the same number of backwards
 
 
 @dataclass(slots=True)
@@ -135,6 +147,7 @@ class Reducer:
         self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
         self._present: set[int] = set()
         self.when_dropped: Callable[[], None] = _nothing  # because a backward was given up
+        self.backwards = 0  # since the gradients were used up or dropped
         self.share = 1 / transport.world_size  # what a rank's gradient counts in the average
 
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
@@ -201,11 +214,13 @@ class Reducer:
         self.begin()
         assert self._phase is not None
         self._phase.next = first
+        self.backwards -= 1  # no backward of the user's
         self.end()
 
     def begin(self) -> None:
         """A backward has begun, on all ranks."""
         self.judge()
+        self.backwards += 1
         trainable = list(map(attrgetter("requires_grad"), self._params))
         frozen = {index for index in self._lanes_of if not trainable[index]}
         self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
@@ -253,8 +268,10 @@ class Reducer:
         if gives_up:
             marked.append(params + buckets + self._transport.rank)
         device = self._transport.control_device
-        length = params + buckets + self._transport.world_size
+        length = params + buckets + self._transport.world_size + 2
         marks = torch.zeros(length, dtype=torch.uint8, device=device)
+        # The greatest of both over all ranks add up to 100 only if the ranks have the same.
+        marks[-2:] = torch.tensor([self.backwards % 101, 100 - self.backwards % 101])
         if marked:
             marks[torch.tensor(sorted(marked), device=device)] = 1
         self._verdict = _Verdict(marks, params, buckets, self._transport.maximum(marks))
@@ -383,16 +400,20 @@ class Reducer:
         may be a second round: to be called on all ranks."""
         if self._verdict is None:
             return
-        present, again, gave_up = self._verdict.read()
-        if gave_up:
+        said = self._verdict.read()
+        if said.gave_up:
             self.drop()
             raise GradientsDropped(
                 f"the last backward has not come to its end, because it raised on "
-                f"{name_ranks(gave_up)}, and its gradients were dropped on all ranks: call "
+                f"{name_ranks(said.gave_up)}, and its gradients were dropped on all ranks: call "
                 "zero_grad() and go on with the next batch"
             )
         self._verdict = None
-        self._present |= present
+        if not said.equally_often:
+            held = f"with {plural(self.backwards, 'backward')} since the last step or zero_grad()"
+            require_agreement(self._transport, "reducing gradients", [held])
+        self._present |= said.present
+        again = said.again
         late, self._late = self._late, {}
         for number in again:
             self._launch(self._lanes[number], late)
@@ -433,7 +454,7 @@ class Reducer:
                 self._flights[0].wait()
                 self._flights.popleft().give_back()
             if self._verdict is not None:
-                gave_up = self._verdict.read()[2]
+                gave_up = self._verdict.read().gave_up
         self._flights.clear()  # without a group nothing will arrive
         self._phase, self._verdict, self._late = None, None, {}
         self.clear()
@@ -448,6 +469,7 @@ class Reducer:
         while self._flights:
             self._land()
         self._present = set()
+        self.backwards = 0
         for lane in self._lanes:
             lane.holds = False
 

@@ -1,61 +1,96 @@
-"""Are the parameters the same on all ranks? Compared by fingerprints, one small all-reduce."""
+"""Do the ranks hold what they should? What must be equal on them is compared by 64-bit numbers, in
+one small all-reduce; if something is not, the same error on all ranks says what, and where."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from onecopy.agreement import name_ranks
-from onecopy.buffers import flat_range, is_dense
 from onecopy.transport import Transport
 
-_CHUNK = 1 << 20
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an arbitrary odd number, as a signed 64-bit one
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
+_VIEW_BYTES = 200
 
 
-def require_equal_replicas(
-    params: Sequence[torch.Tensor], names: Sequence[str], transport: Transport
-) -> None:
-    """Raise on all ranks, naming the first parameter that differs in a bit, and where."""
-    if not params:
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What this rank has to say of each parameter, in the order of the parameters."""
+
+    names: Sequence[str]
+    fingerprints: torch.Tensor  # of the parameters: equal on all ranks
+    counters: Sequence[Sequence[str]]  # what its pieces here say of ``step`` and the like
+    suspicions: Sequence[str]  # what has changed of its state, or nothing
+    since: str = ""  # when the parameters were looked at, if not now
+
+
+def require_equal(transport: Transport, mine: Evidence) -> None:
+    """Raise on all ranks, naming the first parameter with which something is wrong. Collective."""
+    count = len(mine.names)
+    if not count:
         return
-    mine = torch.stack([fingerprint(param.detach()).cpu() for param in params])
-    low, high = transport.minimum_and_maximum(mine)
-    different = (low != high).nonzero().flatten().tolist()
-    if not different:
-        return
-    first = different[0]
-    everyone = transport.all_gather_bytes(int(mine[first]).to_bytes(8, "little", signed=True))
-    holders: dict[bytes, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        holders.setdefault(theirs, []).append(rank)
-    views = "; ".join(name_ranks(ranks) for ranks in holders.values())
+    prints = mine.fingerprints.cpu()
+    counters = [sorted(map(_number, said)) for said in mine.counters]
+    # Who has nothing to say of a parameter is neither below nor above the others.
+    low = [said[0] if said else _GREATEST for said in counters]
+    high = [said[-1] if said else _LEAST for said in counters]
+    suspected = [int(bool(said)) for said in mine.suspicions]
+    least, greatest = transport.extremes(
+        torch.cat([prints, torch.tensor([*low, *[0] * count])]),
+        torch.cat([prints, torch.tensor([*high, *suspected])]),
+    )
+    wrong = (least < greatest).nonzero().flatten().tolist()
+    if wrong:
+        _complain(transport, mine, wrong)
+
+
+def _complain(transport: Transport, mine: Evidence, wrong: Sequence[int]) -> NoReturn:
+    count = len(mine.names)
+    kind, index = divmod(wrong[0], count)
+    name = mine.names[index]
+    alike = [place for place in wrong if place // count == kind]
+    more = f" ({len(alike) - 1} more parameters are affected)" if len(alike) > 1 else ""
+    if kind == 0:
+        views = _views(transport, f"{int(mine.fingerprints[index]):x}")
+        within = "; ".join(name_ranks(ranks) for ranks in views.values())
+        raise RuntimeError(
+            f"{name} is not the same on all ranks{mine.since}: it is equal only within {within}"
+            f"{more}. Did the ranks start from different values, did something change a parameter "
+            "on some of them, or has a bit in memory flipped?"
+        )
+    if kind == 1:
+        views = _views(transport, " and ".join(sorted(set(mine.counters[index]))))
+        raise RuntimeError(
+            f"the parts of {name} have state that differs: {_listed(views)}{more}. Was state "
+            "loaded or written on some ranks only, or has a bit in memory flipped?"
+        )
+    views = _views(transport, mine.suspicions[index])
     raise RuntimeError(
-        f"{names[first]} is not the same on all ranks: it is equal only within {views}"
-        + (f" ({len(different) - 1} more parameters differ)" if len(different) > 1 else "")
-        + ". Did the ranks start from different values, or did something change a parameter on "
-        "some of them?"
+        f"the state of {name} has changed although no step was taken: {_listed(views)}{more}. Has "
+        "a bit in memory flipped? If your code writes into the state, let it say so: "
+        "optimizer.state = optimizer.state"
     )
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number that changes with any single bit.
+def _views(transport: Transport, mine: str) -> dict[str, list[int]]:
+    """What the ranks say, each text with those that say it, without those that say nothing."""
+    payload = mine.encode()[:_VIEW_BYTES].ljust(_VIEW_BYTES, b"\0")
+    holders: dict[str, list[int]] = {}
+    for rank, said in enumerate(transport.all_gather_bytes(payload)):
+        text = said.rstrip(b"\0").decode(errors="ignore")
+        if text:
+            holders.setdefault(text, []).append(rank)
+    return holders
 
-    The sum of all elements, as integers, times odd weights: an odd number has an inverse modulo
-    2**64, so no flipped bit can vanish.
-    """
-    dense = tensor if is_dense(tensor) else tensor.contiguous()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    integers = flat_range(dense, 0, dense.numel()).view(_INTEGERS[dense.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if not integers.numel():
-        return total
-    weights = torch.arange(
-        1, 2 * min(_CHUNK, integers.numel()), 2, dtype=torch.int64, device=tensor.device
-    )
-    for chunk in torch.split(integers, _CHUNK):
-        total = total * _ODD + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
-    return total
+
+def _listed(views: dict[str, list[int]]) -> str:
+    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in views.items())
+
+
+def _number(text: str) -> int:
+    """The same for the same text, in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

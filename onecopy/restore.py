@@ -89,6 +89,35 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
             )
 
 
+_SAMPLED = 16  # elements of a tensor
+
+
+def in_outline(
+    loadable: Loadable, params: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[str]:
+    """The state of whole parameters in a few words, by which ranks find out whether they were
+    given the same. Elements are sampled: another step or run is told apart, a single bit is not."""
+    lines = []
+    for param, name in zip(params, names, strict=True):
+        for key, value in loadable.states.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                numbers = ", ".join(f"{number:.9g}" for number in _sample(value))
+                lines.append(f"{name}: loaded {key} of shape {tuple(value.shape)}: {numbers}")
+            elif isinstance(value, (bool, int, float)):
+                lines.append(f"{name}: loaded {key} = {value}")
+    return lines
+
+
+def _sample(tensor: torch.Tensor) -> list[float]:
+    """Some elements, evenly spread, without a copy of the rest."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    count = min(_SAMPLED, values.numel())
+    places = torch.arange(count, device=values.device) * max(1, values.numel() // max(1, count))
+    found = values[torch.unravel_index(places, values.shape)] if values.dim() else values
+    numbers: list[float] = found.detach().flatten().double().tolist()
+    return numbers
+
+
 def load(local: LocalOptimizer, loadable: Loadable) -> None:
     """Give each inner optimizer its part."""
     for inner in local.inners:

@@ -145,6 +145,16 @@ class Roster:
             if self.policies[entry.group].kind is Kind.ELEMENTWISE and is_dense(entry.param)
         }
 
+    def readiness(self, with_gradients: bool) -> list[str]:
+        """What of the parameters must be alike whenever a step is taken, as lines."""
+        lines = []
+        for entry in self.entries:
+            grad = entry.param.grad if with_gradients else None
+            form = "no gradient" if grad is None else f"a gradient of {tuple(grad.shape)}"
+            has = f", {form}" if with_gradients else ""
+            lines.append(f"{entry.name}: requires_grad={entry.param.requires_grad}{has}")
+        return lines
+
     def description(
         self, groups: Sequence[Mapping[str, Any]], plan: Plan, with_storage: bool
     ) -> list[str]:

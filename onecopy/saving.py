@@ -44,7 +44,6 @@ def save(
     transport: Transport, make_portrait: Callable[[], Portrait], directory: Path, flatten: bool
 ) -> None:
     """Write the state that the portrait shows. Collective."""
-    transport.note(f"saving to {directory}")
     with contextlib.ExitStack() as held:
         portrait: Portrait | None = None
         tree: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from onecopy.agreement import RanksDisagree, require_agreement
 from onecopy.exchange import Exchange
 from onecopy.ledger import Ledger, Traffic
 from onecopy.neighbours import Loan, Neighbourhood, SharedMemory, find, worth_lending
@@ -90,6 +91,7 @@ class Transport:
         self.traffic = Traffic()
         self.ledger = Ledger(self.traffic)
         self._notes = notes_of(self.user_group)
+        self.compares_phases = False  # ONECOPY_CHECK=step
         self.note("building an optimizer")
         self._group = self.user_group
         with self.naming_absentees():
@@ -129,6 +131,30 @@ class Transport:
         refusal = self.refusal
         if refusal is not None:
             raise RuntimeError(refusal)
+
+    def enter(self, what: str) -> None:
+        """Something begins that all ranks do together: a note of it, and with
+        ``ONECOPY_CHECK=step`` a comparison of what the ranks are about to do."""
+        self.note(what)
+        if self.compares_phases:
+            require_agreement(self, what, ())
+
+    def add_to_note(self, detail: str) -> None:
+        """Where exactly in it this rank is."""
+        self.note(f"{self._notes.place}: {detail}", same_place=True)
+
+    @contextlib.contextmanager
+    def noting_errors(self, where: str = "") -> Iterator[None]:
+        """An exception of this rank alone: the others will wait for it, and are told why."""
+        try:
+            yield
+        except RanksDisagree:
+            raise
+        except Exception as error:
+            if not self._notes.failure:
+                place = where or self._notes.place
+                self.note(f"{place} raised {type(error).__name__}: {error}", same_place=True)
+            raise
 
     @contextlib.contextmanager
     def naming_absentees(self) -> Iterator[None]:
@@ -356,8 +382,12 @@ class Transport:
 
     def minimum_and_maximum(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Elementwise over the ranks."""
-        low, high = values.to(self.control_device, copy=True), values.to(self.control_device)
-        both = torch.stack([low, ~high])  # ~x reverses the order of integers: one all-reduce
+        return self.extremes(values, values)
+
+    def extremes(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least of one and the greatest of the other, elementwise over the ranks."""
+        # ~x reverses the order of integers: one all-reduce
+        both = torch.stack([low, ~high]).to(self.control_device)
         with self.naming_absentees():
             work = dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group, async_op=True)
         self.wait_for([work])

@@ -35,6 +35,14 @@ def _scaled(count: float, units: Sequence[str], space: str, digits: int = 3) -> 
     return f"{count:.{decimals}f}{space}{units[at]}"
 
 
+def plural(count: int, noun: str) -> str:
+    """
+    >>> plural(1, "step"), plural(0, "backward")
+    ('1 step', '0 backwards')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def in_seconds(seconds: float) -> str:
     """
     >>> in_seconds(0.0123), in_seconds(4.2e-5), in_seconds(75)

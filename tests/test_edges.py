@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer, is_elementwise
-from onecopy.replicas import _CHUNK, fingerprint
+from onecopy.fingerprints import CHUNK, fingerprint
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -79,8 +79,8 @@ def test_replicas_with_empty_parameters_can_be_compared(world: World) -> None:
 
 
 def test_values_moved_between_chunks_change_the_fingerprint() -> None:
-    first, second = torch.zeros(_CHUNK + 2), torch.zeros(_CHUNK + 2)
-    first[1], second[_CHUNK] = 1.0, 1.0
+    first, second = torch.zeros(2 * CHUNK + 2), torch.zeros(2 * CHUNK + 2)  # two in each word
+    first[0], second[2 * CHUNK] = 1.0, 1.0
     assert fingerprint(first) != fingerprint(second)
 
 

@@ -1,0 +1,89 @@
+"""Whether all is well: what the ranks are doing compared, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from onecopy.agreement import require_agreement
+from onecopy.fingerprints import fingerprint
+from onecopy.join import Party
+from onecopy.parts import Parts
+from onecopy.replicas import Evidence, require_equal
+from onecopy.sentry import Sentry, contents, counters
+from onecopy.words import plural
+
+
+class Checks(Parts):
+    """``assert_replicas_equal``, ``check_every`` and ``ONECOPY_CHECK=step``."""
+
+    _check_every: int | None
+    _check_steps: bool
+    _sentry: Sentry | None
+
+    def _watch_with(self, check_every: int | None) -> None:
+        self._check_every = check_every
+        self._check_steps = False
+        self._sentry = Sentry() if check_every else None
+
+    def assert_replicas_equal(self) -> None:
+        """Compare what all ranks hold: the parameters, bit for bit, and the numbers in the state,
+        as ``step``, of parameters that are cut; with ``check_every``, also the state with what it
+        was after the last step. Collective. Raises ``RuntimeError`` on all ranks, naming the
+        first parameter with which something is wrong, and the ranks."""
+        self._transport.enter("comparing replicas")
+        self.wait()
+        params = self._roster.params
+        if self._sentry is not None:
+            self._sentry.inspect(contents(self._local), self._steps + 1)
+        if params:
+            prints = torch.stack([fingerprint(param).cpu() for param in params])
+            self._require_equal(prints)
+
+    def _require_equal(self, fingerprints: torch.Tensor, since: str = "") -> None:
+        names = self._roster.names
+        suspicions = self._sentry.suspicions(len(names)) if self._sentry else [""] * len(names)
+        said = counters(self._local, len(names))
+        require_equal(self._transport, Evidence(names, fingerprints, said, suspicions, since))
+
+    # ------------------------------------------------------------------ check_every
+
+    def _look_for_damage(self) -> None:
+        """A step begins, and nothing has been changed yet."""
+        if self._sentry is None:
+            return
+        self._sentry.watch(self._roster.params, self._steps)
+        self._sentry.inspect(contents(self._local), self._steps)
+        if self._steps % (self._check_every or 1) == 0:
+            self._transport.add_to_note("comparing replicas")
+            require_agreement(self._transport, "comparing the ranks", self._description())
+            self._require_equal(*self._sentry.history(self._steps))
+
+    def _seal_state(self) -> None:
+        """A step has ended."""
+        if self._sentry is not None:
+            self._sentry.seal(contents(self._local))
+
+    def _state_has_changed(self) -> None:
+        if self._sentry is not None:
+            self._sentry.unseal()
+
+    # ------------------------------------------------------------------ ONECOPY_CHECK=step
+
+    @property
+    def _mode(self) -> str:
+        if self._attachment is None:
+            return ""
+        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
+
+    def _compare_step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> None:
+        """Whatever the ranks must have alike now."""
+        lines = self._description()
+        if party is None:  # a rank that has joined borrows its gradients
+            lines += [
+                f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
+                *self._roster.readiness(with_gradients=self._attachment is None),
+            ]
+        require_agreement(self._transport, f"comparing step {self._steps}", lines)
