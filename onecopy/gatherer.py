@@ -44,18 +44,17 @@ class Transfer:
     def start(self, transport: Transport) -> Journey:
         self.copy_in.run()
         if self.slots is not None:
-            return Journey([transport.all_gather_slots(self.slots)])
+            return Journey(transport.all_gather_slots(self.slots))
         loans, borrowing = transport.borrow([each.lender for each in self.borrowings], _TAG)
         under_way = [borrowing]
         if self.lending is not None:
             under_way.append(self.lending.start(transport))
         under_way.append(transport.share(self.parts))
-        return Journey(under_way, loans)
+        return Journey(Pending.together(under_way), loans)
 
     def arrive(self, journey: Journey) -> None:
         """Wait, and bring everything to its place."""
-        for each in journey.under_way:
-            each.wait()
+        journey.pending.wait()
         self.copy_out.run()
         for borrowing, loan in zip(self.borrowings, journey.loans, strict=True):
             borrowing.read(loan)
@@ -66,7 +65,7 @@ class Transfer:
 class Journey:
     """A bucket under way."""
 
-    under_way: Sequence[Pending]
+    pending: Pending
     loans: Sequence[Loan] = ()
 
 

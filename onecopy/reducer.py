@@ -50,11 +50,7 @@ class _Flight:
 
     lane: Lane
     contributions: Sequence[torch.Tensor | Loan]  # of all ranks, in their order, or their sum alone
-    pending: Sequence[Pending]
-
-    def wait(self) -> None:
-        for each in self.pending:
-            each.wait()
+    pending: Pending
 
     def read(self) -> list[torch.Tensor]:
         """The contributions, once they are here."""
@@ -351,10 +347,10 @@ class Reducer:
         rank, world = self._transport.rank, self._transport.world_size
         outgoing = [lane.outgoing[start:stop] for start, stop in lane.ranges]
         if world == 1:
-            return _Flight(lane, outgoing, ())
+            return _Flight(lane, outgoing, self._transport.nothing())
         if lane.has_equal_slots:
             pending = self._transport.reduce_slots(lane.outgoing, lane.incoming)
-            return _Flight(lane, [lane.incoming], [pending])
+            return _Flight(lane, [lane.incoming], pending)
         tag = _TAGS_FROM + lane.bucket
         loans, *under_way = self._lend_and_borrow(lane, outgoing, tag)
         each, empty = lane.slot.numel(), lane.incoming[:0]
@@ -364,7 +360,7 @@ class Reducer:
         under_way.append(self._transport.exchange_parts(sent, incoming, tag))
         incoming[rank] = outgoing[rank]
         contributions = [loans.get(r, part) for r, part in enumerate(incoming)]
-        return _Flight(lane, contributions, under_way)
+        return _Flight(lane, contributions, Pending.together(under_way))
 
     def _lend_and_borrow(
         self, lane: Lane, outgoing: Sequence[torch.Tensor], tag: int
@@ -381,7 +377,7 @@ class Reducer:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._flights.popleft()
         with self._transport.ledger.waiting(Phase.REDUCE, flight.lane.bucket):
-            flight.wait()
+            flight.pending.wait()
             flight.lane.add(flight.read())
             flight.give_back()
 
@@ -451,7 +447,7 @@ class Reducer:
             if self._phase is not None:
                 self.give_up()
             while self._flights:
-                self._flights[0].wait()
+                self._flights[0].pending.wait()
                 self._flights.popleft().give_back()
             if self._verdict is not None:
                 gave_up = self._verdict.read().gave_up

@@ -59,6 +59,14 @@ class Pending:
         self._tensors = tensors
         self._loans = loans
 
+    @classmethod
+    def together(cls, pending: Sequence[Pending]) -> Pending:
+        """Several as one: the thread that waits goes to sleep and wakes up once."""
+        first = pending[0]
+        works = [work for each in pending for work in each._works]
+        loans = [loan for each in pending for loan in each._loans]
+        return cls(first._transport, works, [each._tensors for each in pending], loans)
+
     def wait(self) -> None:
         """Return once the tensors may be read and written (on accelerators: in stream order)."""
         self._transport.wait_for(self._works)
