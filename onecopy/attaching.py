@@ -167,6 +167,7 @@ class Attaches(Parts):
         self._require_usable()
         attachment.give_up_raised()
         party = self._announce_in_join(Turn.LOOK)
+        attachment.judge()  # a backward that was given up ends here, on all ranks
         call = f"{_LOOKS[method]}{args}"
         self._transport.note(f"{call} after {self._steps} steps{self._mode}")
         with self._transport.noting_errors():
@@ -174,7 +175,6 @@ class Attaches(Parts):
                 # Owners that clip differently, or send the gradients of different parameters,
                 # would go wrong without a sign of it.
                 require_agreement(self._transport, call, ())
-            attachment.judge()
             self._follow_changes(party)
             if party is not None:
                 same_call(self._transport, party, [method, *args])

@@ -33,6 +33,7 @@ class Checks(Parts):
         as ``step``, of parameters that are cut; with ``check_every``, also the state with what it
         was after the last step. Collective. Raises ``RuntimeError`` on all ranks, naming the
         first parameter with which something is wrong, and the ranks."""
+        self._require_usable()
         self._transport.enter("comparing replicas")
         self.wait()
         params = self._roster.params
