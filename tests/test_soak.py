@@ -29,7 +29,7 @@ def test_a_voyage_ends_where_its_shadow_does(case: str, tmp_path: Path) -> None:
         tallies = run_on_ranks(size, sail, leg, **PATIENCE)
         assert tallies[0] == tallies[-1]
         steps += tallies[0].steps
-        assert tallies[0].comparisons > 1
+        assert tallies[0].comparisons
         assert tallies[0].checkpoints
         finds = leaves
     assert steps == 12

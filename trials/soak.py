@@ -122,7 +122,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="onecopy-soak-") as directory:
         soak = Soak(seed, given.ranks, given.rounds, Path(directory))
         try:
-            soak.run(given.minutes, given.legs or float("inf"))
+            soak.run(float("inf") if given.legs else given.minutes, given.legs or float("inf"))
         finally:
             harness.shutdown()
             if sys.stderr.isatty():
@@ -131,9 +131,8 @@ def main() -> int:
         print(soak.failure)
     print(soak.summary((time.monotonic() - start) / 60))
     if soak.failure:
-        script = Path(sys.argv[0])
         print(
-            f"to repeat it: {sys.executable} {script} --seed {seed} --ranks {given.ranks} "
+            f"to repeat it: {sys.executable} {sys.argv[0]} --seed {seed} --ranks {given.ranks} "
             f"--rounds {given.rounds} --legs {soak.legs + 1}"
         )
     return int(bool(soak.failure))

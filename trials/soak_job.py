@@ -58,7 +58,7 @@ class Leg:
     """What the ranks of a leg are told. The same leg always does the same."""
 
     seed: int
-    number: int  # of the leg in its voyage
+    number: int  # in the whole soak
     case: str
     rounds: int  # of an operation and a step
     directory: Path  # of the voyage: here legs leave what the next one needs
@@ -164,8 +164,6 @@ class Job:
 
     def zero_grad(self, set_to_none: bool = True, of_module: bool = False) -> None:
         (self.module if of_module else self.optimizer).zero_grad(set_to_none)
-        if not of_module:  # spares have no group yet, but never have a gradient either
-            set_to_none = set_to_none or self.mode.is_attached
         self.shadow.zero_grad(set_to_none)
 
     def backward(self, micro: int, synced: bool) -> None:

@@ -35,7 +35,7 @@ def sail(world: World, leg: Leg) -> Tally:
 
 
 def perform(job: Job) -> None:
-    """Draw an operation that is possible now, and do it."""
+    """Draw an operation, and do it if it is possible now. What counts itself returns False."""
     name = job.random.choices(list(OPERATIONS), [weight for weight, _ in OPERATIONS.values()])[0]
     job.keeper.diary.append(name)
     if OPERATIONS[name][1](job):
@@ -43,7 +43,7 @@ def perform(job: Job) -> None:
 
 
 def nothing(_: Job) -> bool:
-    return True
+    return False
 
 
 def freeze(job: Job) -> bool:
@@ -98,7 +98,7 @@ def grow(job: Job) -> bool:
 def change_mode(job: Job) -> bool:
     job.leave()
     job.enter(job.random.choice(MODES))
-    return True
+    return False
 
 
 def change_options(job: Job) -> bool:
@@ -115,7 +115,7 @@ def save(job: Job) -> bool:
     job.compare()
     job.keeper.keep(way, job)
     job.tally.operations[f"save {way}"] += 1
-    return True
+    return False
 
 
 def go_back(job: Job) -> bool:

@@ -24,6 +24,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def _share_of(grad: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    # Rounded as it is sent. Why `to`: two tensors without dimensions multiply in the wider dtype.
+    return (grad * share).to(grad.dtype).float().flatten()
+
+
 @torch.no_grad()
 def summed_in_rank_order(
     params: Sequence[torch.Tensor], group: Any = None
@@ -32,10 +37,7 @@ def summed_in_rank_order(
     one, and zeros for ranks that have none where others do."""
     world = dist.get_world_size(group)
     share = torch.tensor(1 / world, dtype=torch.float64)
-    parts = [
-        torch.zeros(p.numel()) if p.grad is None else (p.grad * share).float().flatten()
-        for p in params
-    ]
+    parts = [torch.zeros(p.numel()) if p.grad is None else _share_of(p.grad, share) for p in params]
     has = torch.tensor([float(p.grad is not None) for p in params])
     mine = torch.cat([*parts, has])
     everyone = [torch.empty_like(mine) for _ in range(world)]
