@@ -37,7 +37,7 @@ def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     phases = [PHASES[(seed * KILLS_A_JOB + i) % len(PHASES)] for i in range(kills)]
     rng.shuffle(phases)
     if phases[0] == "load":  # there is nothing to load yet
-        phases.append(phases.pop(0)) if kills > 1 else phases.__setitem__(0, "save")
+        phases = [*phases[1:], "load"]
     names = [f"{n}.{restart}" for n, (_, k) in enumerate(launches) for restart in range(k)]
     sizes = [size for size, k in launches for _ in range(k)]
     orders = {
