@@ -65,7 +65,7 @@ class Tally:
             f"{self.resumed} resumed, {self.lost_steps} steps lost and done again, "
             f"{self.hangs} hangs, {self.not_loaded} checkpoints that did not load, "
             f"{self.differing} of {self.compared} losses differ, "
-            f"{self.other_faults} other faults; on another number of ranks the losses are within "
+            f"{self.other_faults} other faults; where a sum has another order the loss is within "
             f"{self.widest:.1e}; slowest restart {self.slowest_restart:.0f} s"
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 KILLS_A_JOB = 5
 STEPS, SAVE_EVERY = 48, 4
 MODES = ("drop-in", "attached", "attached DDP")
+SIZES = ((3, 2), (2,), (3,), (2, 1))  # ranks, and to what they shrink
 PHASES = ("backward", "step", "gather", "save", "load", "any")
 
 
@@ -30,14 +31,13 @@ class Plan:
 
 def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     rng = random.Random(seed)
-    ranks = rng.choice((2, 3))
-    shrinks = kills > 1 and rng.random() < 0.5
-    before = rng.randint(1, kills - 1) if shrinks else kills
-    launches = ((ranks, before), (ranks - 1, kills - before)) if shrinks else ((ranks, kills),)
+    ranks, *fewer = SIZES[seed % len(SIZES)]
+    before = rng.randint(1, max(1, kills - 1)) if fewer else kills
+    launches = ((ranks, before), *((size, kills - before) for size in fewer))
     phases = [PHASES[(seed * KILLS_A_JOB + i) % len(PHASES)] for i in range(kills)]
     rng.shuffle(phases)
     if phases[0] == "load":  # there is nothing to load yet
-        phases.append(phases.pop(0)) if kills > 1 else phases.__setitem__(0, "save")
+        phases = [*phases[1:], "load"]
     names = [f"{n}.{restart}" for n, (_, k) in enumerate(launches) for restart in range(k)]
     sizes = [size for size, k in launches for _ in range(k)]
     orders = {
