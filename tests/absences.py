@@ -205,6 +205,7 @@ ELSEWHERE = (
         drop_in(steps, comes_late),
         ("ODD did not arrive", "ODD: step 1 finished", "OTHERS: in step 2"),
         found=LOST,
+        is_about_messages=True,
         asked=LOST,
     ),
     Row(
@@ -244,6 +245,7 @@ ELSEWHERE = (
         drop_in(steps, joins),
         ("ODD", "inside Join, before STEP", "OTHERS: in step 2"),
         found=LOST,
+        is_about_messages=True,
         asked=LOST,  # torch's own collective comes first
     ),
     Row(
@@ -252,6 +254,7 @@ ELSEWHERE = (
         ("ODD: the closure of step 2 raised ZeroDivisionError: the loss has no terms",),
         own="the loss has no terms",
         found=LOST,
+        is_about_messages=True,
         asked=LOST,
     ),
     Row(
@@ -260,6 +263,7 @@ ELSEWHERE = (
         ("ODD did not arrive", "ODD: step 1 finished"),
         own="token 50257 is out of range",
         found=LOST,
+        is_about_messages=True,
         asked=LOST,
     ),
     Row(
@@ -268,6 +272,7 @@ ELSEWHERE = (
         ("ODD: in step 2 raised RuntimeError: parameter 0 has a sparse gradient",),
         own="parameter 0 has a sparse gradient",
         found=LOST,
+        is_about_messages=True,
         asked=LOST,
     ),
     Row("unfreezing alone", unfreezes_alone, ("ODD", "unfrozen", "step 2"), found=LOST),
@@ -276,8 +281,9 @@ ELSEWHERE = (
     Row(
         "detaching alone",
         attached(iterates, detaches),
-        ("ODD: in step 2", "after step 1"),
+        ("ODD: in step 2,", "OTHERS: in step 2, attached, after 1 backward"),
         found=LOST,
+        says_then=("ODD: in step 2", "OTHERS: in backward 1 after step 1"),
     ),
     Row(
         "no backward",
@@ -288,14 +294,16 @@ ELSEWHERE = (
     Row(
         "a backward more",
         attached(iterates, accumulates),
-        ("ODD: in backward 2 after step 1", "OTHERS: in step 2, attached, after 1 backward"),
+        ("ODD: in", "after 2 backwards", "OTHERS: in step 2, attached, after 1 backward"),
         found=LOST,
+        says_then=("ODD: in backward 2 after step 1", "OTHERS: in step 2"),
     ),
     Row(
         "a backward less",
         attached(accumulates, iterates),
-        ("ODD: in step 2, attached, after 1 backward", "OTHERS: in backward 2 after step 1"),
+        ("ODD: in step 2, attached, after 1 backward", "OTHERS: in", "after 2 backwards"),
         found=LOST,
+        says_then=("ODD: in step 2, attached, after 1 backward", "OTHERS: in backward 2"),
     ),
     Row(
         "no_sync on one rank",
@@ -303,6 +311,7 @@ ELSEWHERE = (
         ("ODD: in step 2, attached, after 0 backwards raised RuntimeError", "was not averaged"),
         own="was not averaged",
         found=LOST,
+        is_about_messages=True,
         says_then=("ODD: in step 2, attached, after 0 backwards", "OTHERS: in backward 1 after"),
     ),
     Row(
@@ -311,6 +320,7 @@ ELSEWHERE = (
         ("ODD: in step 2, attached, after 0 backwards raised RuntimeError", "was not averaged"),
         own="was not averaged",
         found=LOST,
+        is_about_messages=True,
         says_then=("ODD: in step 2, attached, after 0 backwards", "OTHERS: in backward 1 after"),
     ),
     Row(
@@ -343,6 +353,7 @@ ELSEWHERE = (
         ("ODD: in backward 1 after step 1",),
         own="in a hook",
         found=LOST,
+        is_about_messages=True,
         asked=LOST,
     ),
 )
