@@ -44,7 +44,7 @@ class RanksDisagree(ValueError):
 
 def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:
     """Raise :class:`RanksDisagree` on all ranks unless all hold the same lines."""
-    mine = [line.replace("\n", " ") for line in lines]
+    mine = [_as_text(line) for line in lines]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(channel.all_gather_bytes(digest))) == 1:
         return
@@ -53,6 +53,11 @@ def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> N
     index = _first_difference(mine, theirs)
     answers = channel.all_gather_bytes(_Answer.at(mine, index).to_bytes())
     raise _disagreement(subject, theirs, [_Answer.from_bytes(a) for a in answers])
+
+
+def _as_text(line: str) -> str:
+    """One line that can be sent, whatever is in it: a name may hold what no encoding knows."""
+    return line.replace("\n", " ").encode(errors="backslashreplace").decode()
 
 
 def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) -> None:

@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 
 from onecopy.agreement import agree, require_agreement
 from onecopy.attaching import Attaches
+from onecopy.checks import check_options, check_switches, checks_steps
 from onecopy.full_state import FullState
 from onecopy.inner import OwnedState, Replay
 from onecopy.intake import (
     as_groups,
-    check_options,
     check_tensors,
-    checks_steps,
     first_device,
     take_in,
 )
@@ -118,12 +117,17 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Reports):
         )
         self._full_state = FullState()
         self._attachment = None
-        self._steps_in_backward = bool(overlap_with_ddp)
+        self._steps_in_backward = False
 
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
             check_options(check_every, master_dtype)
+            check_switches(
+                parameters_as_bucket_view=parameters_as_bucket_view,
+                overlap_with_ddp=overlap_with_ddp,
+            )
+            self._steps_in_backward = bool(overlap_with_ddp)
             self._check_steps = checks_steps(os.environ)
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)
