@@ -57,3 +57,20 @@ def as_number(name: str, value: Any) -> float:
         return float(value)
     except (OverflowError, RuntimeError, TypeError):  # too large, or a complex scalar
         raise ValueError(f"{name} must be a real number in range, got {shown(value)}") from None
+
+
+def is_on(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether an option of the optimizer class that switches something is given, and on."""
+    value = options.get(name)
+    if value is not None:
+        check_switches(**{name: value})
+    return bool(value)
+
+
+def check_names(names: Any, count: int) -> None:
+    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) != count:
+        raise ValueError(
+            f'"param_names" of a group must list a name for each of its {count} parameters, got '
+            f"{shown(names)}"
+        )

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.buffers import fills_its_storage, first_overlap, is_dense
+from onecopy.checks import check_names, is_on
 from onecopy.kinds import Kind, choose_kind, update_cost
 from onecopy.pieces import updated_in
 from onecopy.plan import ParamSpec
@@ -82,17 +83,8 @@ def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
         group["params"] = list(params)
     if "param_names" in group:
-        _check_names(group["param_names"], len(group["params"]))
+        check_names(group["param_names"], len(group["params"]))
     return group
-
-
-def _check_names(names: Any, count: int) -> None:
-    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-    if not is_list or len(names) != count:
-        raise ValueError(
-            f'"param_names" of a group must list a name for each of its {count} parameters, got '
-            f"{shown(names)}"
-        )
 
 
 def _is_named(entry: Any) -> bool:
@@ -199,8 +191,8 @@ def policy_of(
     return GroupPolicy(
         cls,
         kind,
-        fused=bool(options.get("fused")),
-        differentiable=bool(options.get("differentiable")),
+        fused=is_on("fused", options),
+        differentiable=is_on("differentiable", options),
     )
 
 

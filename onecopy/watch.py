@@ -79,7 +79,7 @@ class HomeWatch:
         self._gone: list[Any] = []  # references to modules that have died
         self._arrange(
             Home(weakref.ref(module, self._gone.append), parameters, name, ours[id(param)])
-            for module, parameters in _all_modules()
+            for module, parameters in (_all_modules() if ours else ())
             for name, param in parameters.items()
             if id(param) in ours
         )

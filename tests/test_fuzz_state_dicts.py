@@ -1,5 +1,5 @@
-"""Any state dict may be handed to `load_state_dict`: it is loaded, or refused with the optimizer and
-its parameters as they were, to the bit."""
+"""Any state dict may be handed to `load_state_dict`: it is loaded, or refused with the optimizer
+and its parameters as they were, to the bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Live:
         )
 
 
-# ------------------------------------------------------------------------------- what is done to them
+# ------------------------------------------------------------------------------- damage
 
 
 class Labelled(torch.Tensor):
@@ -86,7 +86,7 @@ CHANGED_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "empty": lambda t: t.flatten()[:0],
     "transposed": lambda t: t.t() if t.dim() == 2 else t,
     "scalar": lambda t: t.flatten()[0],
-    "huge": lambda t: torch.ones(()).expand(2**20, 2**20),
+    "huge": lambda t: t.new_ones(()).expand(2**20, 2**20),
     "meta": lambda t: t.to("meta"),
     "sparse": lambda t: t.to_sparse() if t.dim() else t,
     "labelled": lambda t: t.as_subclass(Labelled),
@@ -113,9 +113,8 @@ def at(tree: Any, path: tuple[Any, ...]) -> Any:
     return tree
 
 
-def changed(draw: st.DrawFn, full: Any, path: tuple[Any, ...], everything: Any) -> Any:
-    """Another value for a place in the dict."""
-    value = at(full, path)
+def changed(draw: st.DrawFn, value: Any, root: Tree, full: Tree) -> Any:
+    """Another value for a place in the dict `root`, which was `full`."""
     if isinstance(value, torch.Tensor) and draw(st.integers(0, 3)):
         return CHANGED_TENSORS[draw(st.sampled_from(sorted(CHANGED_TENSORS)))](value)
     if isinstance(value, int) and draw(st.booleans()):
@@ -124,9 +123,9 @@ def changed(draw: st.DrawFn, full: Any, path: tuple[Any, ...], everything: Any) 
         kind = draw(st.sampled_from([collections.OrderedDict, list, tuple, str, frozenset]))
         return kind(value)
     if draw(st.integers(0, 4)) == 0:
-        return full  # cyclic
+        return root  # which now holds itself
     if draw(st.booleans()):
-        return at(everything, draw(st.sampled_from(paths_in(everything))))  # shared
+        return at(full, draw(st.sampled_from(paths_in(full))))
     return draw(junk)
 
 
@@ -138,41 +137,26 @@ def state_dicts(draw: st.DrawFn, full: Tree, others: list[Tree]) -> Any:
     if draw(st.integers(0, 7)) == 0:
         return copy.deepcopy(draw(st.sampled_from(others)))
     found: Any = copy.deepcopy(full)
-    for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from(paths_in(found)[1:] or [()]))
-        if not path:
-            break
-        parent, key = at(found, path[:-1]), path[-1]
+    paths = draw(st.lists(st.sampled_from(paths_in(full)[1:]), min_size=1, max_size=3, unique=True))
+    for *above, key in paths:
+        try:
+            parent = at(found, tuple(above))
+            value = parent[key]
+        except (LookupError, TypeError):
+            continue  # gone with something above it
         what = draw(st.integers(0, 9))
+        if not isinstance(parent, (dict, list)):
+            continue
         if what == 0:
             del parent[key]
         elif what == 1 and isinstance(parent, dict):
-            parent[draw(st.sampled_from([-1, 99, "extra", None, 1.5, ("a",), "exp_avg"]))] = draw(junk)
+            strange = st.sampled_from([-1, 99, "extra", None, 1.5, ("a",), "exp_avg"])
+            parent[draw(strange)] = draw(junk)
         elif what == 2 and isinstance(parent, list):
-            parent.append(parent[key])
+            parent.append(value)
         else:
-            parent[key] = changed(draw, found, path, full)
-        if any(at_is(found, other) for other in paths_in_cyclic(found)):
-            break  # no more can be done to what holds itself
+            parent[key] = changed(draw, value, found, full)
     return found
-
-
-def paths_in_cyclic(tree: Any) -> list[Any]:
-    """The containers within, as far as three levels."""
-    found, level = [], [tree]
-    for _ in range(4):
-        level = [
-            value
-            for each in level
-            if isinstance(each, (dict, list))
-            for value in (each.values() if isinstance(each, dict) else each)
-        ]
-        found += level
-    return found
-
-
-def at_is(tree: Any, other: Any) -> bool:
-    return other is tree
 
 
 # ------------------------------------------------------------------------------- the test
