@@ -49,7 +49,7 @@ class RanksDisagree(ValueError):
 def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:
     """Raise :class:`RanksDisagree` on all ranks unless all hold the same lines, and do the same:
     the subject is what a rank is doing, and is compared first."""
-    mine = [line.replace("\n", " ") for line in (subject, *lines)]
+    mine = [_as_text(line) for line in (subject, *lines)]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(channel.all_gather_bytes(digest))) > 1:
         raise difference(channel, mine)
@@ -63,6 +63,11 @@ def difference(channel: Channel, mine: Sequence[str]) -> RanksDisagree:
     index = _first_difference(mine, theirs)
     answers = channel.all_gather_bytes(_Answer.at(mine, index).to_bytes())
     return _disagreement(theirs, [_Answer.from_bytes(answer) for answer in answers])
+
+
+def _as_text(line: str) -> str:
+    """One line that can be sent, whatever is in it: a name may hold what no encoding knows."""
+    return line.replace("\n", " ").encode(errors="backslashreplace").decode()
 
 
 def agree(channel: Channel, subject: str, prepare: Callable[[], Sequence[str]]) -> None:

@@ -8,15 +8,20 @@ none of torch's classes is made, and no other name is looked up.
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from onecopy.words import in_bytes, shown
+
 METADATA = ".metadata"
+_LARGEST_METADATA = 2**32  # bytes; far more than an entry for each piece of a large job takes
 
 
 class DamagedCheckpoint(ValueError):
@@ -141,10 +146,36 @@ class _MetadataUnpickler(SafeUnpickler):  # type: ignore[misc]
         return found
 
 
+def open_inside(directory: Path, name: str) -> BinaryIO:
+    """A file of the checkpoint, to be read: a regular file in its directory, or an error.
+
+    Why: a fifo would wait for a writer for ever, a device may have no end, and a link may lead to
+    a file that whoever made the checkpoint has no business with.
+    """
+    try:
+        path = (directory / name).resolve()
+        is_inside = path.is_relative_to(directory.resolve())
+    except (ValueError, RuntimeError) as error:  # a zero byte; links that go round in circles
+        raise DamagedCheckpoint(f"{shown(name)} cannot be read: {error}") from None
+    if not is_inside:
+        raise DamagedCheckpoint(f"{name} points out of the checkpoint, to {path}: refused")
+    # The path is resolved: a link that has come there since is not followed.
+    flags = ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
+    handle = os.open(path, sum((getattr(os, flag, 0) for flag in flags), os.O_RDONLY))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DamagedCheckpoint(f"{name} is no regular file: refused")
+    return os.fdopen(handle, "rb")
+
+
 def read_metadata(directory: Path) -> bytes:
     """The raw bytes of a directory's metadata."""
     try:
-        return (directory / METADATA).read_bytes()
+        with open_inside(directory, METADATA) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _LARGEST_METADATA:
+                raise DamagedCheckpoint(f"{METADATA} is too large to be true: {in_bytes(size)}")
+            return file.read()
     except (FileNotFoundError, NotADirectoryError):
         what = (
             f"has no {METADATA} file"

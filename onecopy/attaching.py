@@ -11,6 +11,7 @@ import torch
 
 from onecopy.agreement import agree, require_agreement
 from onecopy.attachment import Attachment, require_attachable
+from onecopy.checks import as_number, check_switches
 from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
 from onecopy.parts import Parts
@@ -67,6 +68,7 @@ class Attaches(Parts):
             require_attachable(
                 module, self._roster, self._plan, self._transport.user_group, reduce_dtype
             )
+            check_switches(lazy_gather=lazy_gather)
             if lazy_gather:
                 require_hookable(module)
             kind = type(module).__name__
@@ -125,21 +127,23 @@ class Attaches(Parts):
                 "with overlap_with_ddp=True the update has happened when backward() returns: it is "
                 "too late to clip. Leave it out, or use attach(...)"
             )
+        max_norm, norm_type = as_number("max_norm", max_norm), as_number("norm_type", norm_type)
+        chosen = {} if foreach is None else {"foreach": foreach}
+        check_switches(error_if_nonfinite=error_if_nonfinite, **chosen)
         if self._attachment is None:
             return torch.nn.utils.clip_grad_norm_(
                 self._roster.params, max_norm, norm_type, error_if_nonfinite, foreach
             )
-        norm: torch.Tensor = self._look(
-            "clip", float(max_norm), float(norm_type), bool(error_if_nonfinite)
-        )
+        norm: torch.Tensor = self._look("clip", max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients. Collective in attached mode."""
+        norm_type = as_number("norm_type", norm_type)
         if self._attachment is None:
             gradients = [p.grad for p in self._roster.params if p.grad is not None]
             return torch.nn.utils.get_total_norm(gradients, norm_type)
-        norm: torch.Tensor = self._look("norm", float(norm_type))
+        norm: torch.Tensor = self._look("norm", norm_type)
         return norm
 
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:

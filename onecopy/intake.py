@@ -15,12 +15,15 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.buffers import fills_its_storage, first_overlap, is_dense
+from onecopy.checks import check_names, is_on
 from onecopy.kinds import Kind, choose_kind, update_cost
 from onecopy.pieces import updated_in
 from onecopy.plan import ParamSpec
+from onecopy.words import shown
 
 # Keys of a parameter group that are ours or torch's, not options of the optimizer class.
 OUR_KEYS = frozenset({"optimizer_class", "partition"})
+_DEEPEST = 8  # of lists within an option, of which one may hold itself
 NOT_OPTIONS = OUR_KEYS | {"params", "param_names"}
 
 
@@ -66,6 +69,9 @@ def require_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+    for key in entry:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of a parameter group must be text, got {shown(key)}")
     if "params" not in entry:
         raise ValueError(f'a parameter group needs the key "params", got {sorted(entry)}')
     group = dict(entry)
@@ -73,7 +79,11 @@ def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(params, torch.Tensor):
         group["params"] = [params]
     elif not isinstance(params, set):  # torch refuses sets itself: their order changes
+        if not isinstance(params, Iterable):
+            raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
         group["params"] = list(params)
+    if "param_names" in group:
+        check_names(group["param_names"], len(group["params"]))
     return group
 
 
@@ -90,6 +100,13 @@ def check_tensors(groups: Sequence[Mapping[str, Any]]) -> None:
             if not isinstance(param, torch.Tensor):
                 continue  # torch's own message is good
             where = f"parameter {position} of group {number}"
+            if _is_named(entry) and not isinstance(entry[0], str):
+                raise TypeError(f"the name of {where} must be text, got {shown(entry[0])}")
+            if torch.nn.parameter.is_lazy(param) or param.is_nested:
+                raise ValueError(
+                    f"{where} has no shape, because it is lazy or nested: let the module run once, "
+                    "or use padded tensors"
+                )
             if param.layout != torch.strided:
                 raise ValueError(f"{where} is sparse ({param.layout}): only dense ones are sharded")
             if hasattr(param, "device_mesh"):
@@ -107,7 +124,8 @@ def check_tensors(groups: Sequence[Mapping[str, Any]]) -> None:
 def check_class(optimizer_class: Any) -> None:
     if not isinstance(optimizer_class, type):
         raise TypeError(
-            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}"
+            "optimizer_class must be a class such as torch.optim.AdamW, got "
+            f"{shown(optimizer_class)}"
         )
     if not issubclass(optimizer_class, Optimizer):
         raise ValueError(
@@ -133,29 +151,6 @@ def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
     first = next(params, None)
     first = first[1] if isinstance(first, tuple) else first
     return first.device if isinstance(first, torch.Tensor) else None
-
-
-def checks_steps(environment: Mapping[str, str]) -> bool:
-    """Whether all ranks are compared in every step."""
-    asked = environment.get("ONECOPY_CHECK", "")
-    if asked not in ("", "step"):
-        raise ValueError(f'ONECOPY_CHECK={asked}: expected "step", or nothing')
-    return asked == "step"
-
-
-def check_switches(environment: Mapping[str, str]) -> None:
-    asked = environment.get("ONECOPY_SHARED_MEMORY", "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"ONECOPY_SHARED_MEMORY={asked}: expected 0, 1, or nothing")
-
-
-def check_options(check_every: int | None, master_dtype: Any) -> None:
-    if check_every is not None and check_every < 1:
-        raise ValueError(f"check_every must be a positive number of steps, got {check_every}")
-    if master_dtype not in (None, torch.float32, torch.float64):
-        raise ValueError(
-            f"master_dtype must be torch.float32, torch.float64 or None, got {master_dtype!r}"
-        )
 
 
 def is_trainable(param: torch.Tensor) -> bool:
@@ -196,8 +191,8 @@ def policy_of(
     return GroupPolicy(
         cls,
         kind,
-        fused=bool(options.get("fused")),
-        differentiable=bool(options.get("differentiable")),
+        fused=is_on("fused", options),
+        differentiable=is_on("differentiable", options),
     )
 
 
@@ -286,12 +281,15 @@ def describe_group(number: int, group: Mapping[str, Any], policy: GroupPolicy) -
     return lines
 
 
-def _describe_value(value: Any) -> str:
+def _describe_value(value: Any, depth: int = 0) -> str:
     if isinstance(value, torch.Tensor):
-        return f"tensor {value.tolist()}" if value.numel() <= 16 else f"tensor {value.shape}"
-    if isinstance(value, (int, float, complex, str, bool, type(None))):
+        is_small = value.numel() <= 16 and value.layout is torch.strided and not value.is_meta
+        return f"tensor {value.tolist()}" if is_small else f"tensor {value.shape}"
+    if isinstance(value, int):
+        return hex(value) if abs(value) >= 2**63 else repr(value)  # of a huge one repr may raise
+    if isinstance(value, (float, complex, str, type(None))):
         return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(_describe_value(v) for v in value) + ")"
+    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+        return "(" + ", ".join(_describe_value(v, depth + 1) for v in value) + ")"
     # Anything else may print its address, which differs between ranks.
     return type(value).__name__

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from onecopy.words import shown
+
 logger = logging.getLogger("onecopy")
 
 
@@ -101,8 +103,8 @@ def choose_kind(
 ) -> Kind:
     """ELEMENTWISE or WHOLE for a parameter group, or a ``ValueError`` with the reason."""
     name = optimizer_class.__name__
-    if partition not in PARTITIONS:
-        raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
+    if not isinstance(partition, str) or partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {PARTITIONS}, got {shown(partition)}")
     known = _KNOWN.get(optimizer_class)
     if partition != "auto" and known is None:
         return Kind(partition)
@@ -169,7 +171,10 @@ def _probe(
         lr = options["lr"]
         options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
     options.pop("initial_lr", None)  # a scheduler's note
-    signature = repr([sorted(floating), sorted((key, str(v)) for key, v in options.items())])
+    try:
+        signature = repr([sorted(floating), sorted((key, str(v)) for key, v in options.items())])
+    except Exception:  # options that cannot be shown are not remembered
+        return _try_out(optimizer_class, options, list(floating.values()))
     verdicts = _probed.setdefault(optimizer_class, {})
     if signature not in verdicts:
         verdicts[signature] = _try_out(optimizer_class, options, list(floating.values()))

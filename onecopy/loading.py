@@ -19,6 +19,7 @@ import torch
 
 from onecopy.agreement import agree
 from onecopy.archive import (
+    DamagedCheckpoint,
     TensorEntry,
     ValueEntry,
     parse_metadata,
@@ -215,10 +216,14 @@ def _share_metadata(transport: Transport, directory: Path) -> tuple[str, bytes]:
         try:
             payload = b"+" + uuid.uuid4().hex[:12].encode() + read_metadata(directory)
         except OSError as error:
-            payload = b"-" + str(error).encode()
+            payload = b"-" + str(error).encode(errors="replace")
+        except DamagedCheckpoint as error:
+            payload = b"!" + str(error).encode(errors="replace")
     payload = transport.broadcast_bytes(payload, source=0)
     if payload[:1] == b"-":
         raise FileNotFoundError(payload[1:].decode())
+    if payload[:1] == b"!":
+        raise DamagedCheckpoint(payload[1:].decode())
     return payload[1:13].decode(), payload[13:]
 
 
@@ -275,6 +280,7 @@ def _read_state(
         if isinstance(entry, ValueEntry):
             read[dotted(path)] = reader.value(entry, full)
             continue
+        reader.require_bytes(entry, full)
         fragment = leaf.like()
         for box, view in fragment.boxes():
             reader.fill(box, view, entry, full)

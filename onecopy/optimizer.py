@@ -23,15 +23,13 @@ from torch.optim import Optimizer
 from onecopy.agreement import agree
 from onecopy.attaching import Attaches
 from onecopy.checking import Checks
+from onecopy.checks import check_environment, check_options, check_switches, checks_steps
 from onecopy.condition import Condition
 from onecopy.full_state import FullState
 from onecopy.inner import OwnedState, Replay
 from onecopy.intake import (
     as_groups,
-    check_options,
-    check_switches,
     check_tensors,
-    checks_steps,
     first_device,
     take_in,
 )
@@ -123,13 +121,18 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
         self._loaded = []
         self._attachment = None
         self._condition = Condition()
-        self._steps_in_backward = bool(overlap_with_ddp)
+        self._steps_in_backward = False
 
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
             check_options(check_every, master_dtype)
-            check_switches(os.environ)
+            check_environment(os.environ)
+            check_switches(
+                parameters_as_bucket_view=parameters_as_bucket_view,
+                overlap_with_ddp=overlap_with_ddp,
+            )
+            self._steps_in_backward = bool(overlap_with_ddp)
             self._check_steps = checks_steps(os.environ)
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)

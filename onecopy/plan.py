@@ -23,12 +23,12 @@ import bisect
 import hashlib
 import heapq
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from onecopy.checks import check_bucket_mb
 from onecopy.kinds import Kind
 
 # Elements that are never separated. Why: a vectorised loop and its scalar tail may round
@@ -281,8 +281,7 @@ def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25
     >>> [(p.param, p.start, p.stop) for p in plan.pieces(0)]
     [(1, 0, 5), (0, 0, 3)]
     """
-    if not 0 < bucket_mb < math.inf:
-        raise ValueError(f"bucket_mb must be a positive number of MiB, got {bucket_mb}")
+    check_bucket_mb(bucket_mb)
     return Plan(world_size, max(1, int(bucket_mb * 2**20))).extended(specs)
 
 

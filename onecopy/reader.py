@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import mmap
 import os
 import struct
@@ -31,8 +32,10 @@ from onecopy.archive import (
     TensorEntry,
     ValueEntry,
     as_sizes,
+    open_inside,
 )
 from onecopy.boxes import Box
+from onecopy.words import shown
 
 
 class _StoredTensor(NamedTuple):
@@ -156,6 +159,7 @@ class Reader:
             copy = io.BytesIO(bytes(data))
         try:
             with zipfile.ZipFile(copy) as archive:
+                _require_stored(archive)
                 damaged = archive.testzip()
             if damaged is not None:
                 raise DamagedCheckpoint(f"{key} is damaged: the checksum of {damaged} is wrong")
@@ -165,6 +169,13 @@ class Reader:
             raise
         except Exception as error:
             raise DamagedCheckpoint(f"{key} cannot be read: {error}") from None
+
+    def require_bytes(self, entry: TensorEntry, key: str) -> None:
+        """Raise if there is less in the files than the tensor takes, before memory is given to what
+        may be a lie."""
+        there = sum(len(self._entry(chunk.place, key)) for chunk in entry.chunks)
+        if math.prod(entry.shape) * entry.dtype.itemsize > there:
+            raise DamagedCheckpoint(f"{key} is not complete: it has shape {shown(entry.shape)}")
 
     def fill(self, box: Box, target: torch.Tensor, entry: TensorEntry, key: str) -> None:
         """Copy a box of a saved tensor into ``target``. Reads no more than that, save for the
@@ -237,17 +248,18 @@ class Reader:
         return memoryview(mapped)[place.offset : place.offset + place.length]
 
     def _open(self, name: str, key: str) -> mmap.mmap:
-        path = (self._directory / name).resolve()
-        if not path.is_relative_to(self._directory.resolve()):
-            raise DamagedCheckpoint(f"{METADATA} points out of the checkpoint, to {name}: refused")
         try:
-            with path.open("rb") as file:
+            with open_inside(self._directory, name) as file:
                 # Copy on write: torch wants memory that could be written to, and nobody does.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"the file {name}, which holds {key}, is missing") from None
+        except DamagedCheckpoint:
+            raise
         except ValueError:
             raise DamagedCheckpoint(f"the file {name}, which holds {key}, is empty") from None
+        except OSError as error:  # too large to be mapped, no permission, no such name
+            raise DamagedCheckpoint(f"{shown(name)} cannot be read: {error.strerror}") from None
 
 
 @functools.lru_cache(maxsize=1024)  # boxes of one shape are described by the same bytes
@@ -255,10 +267,17 @@ def _described_by(pickled: bytes) -> Any:
     return _TensorUnpickler(io.BytesIO(pickled)).load()
 
 
+def _require_stored(archive: zipfile.ZipFile) -> None:
+    """Why: ``torch.save`` compresses nothing, and what is compressed may become any size."""
+    if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+        raise ValueError("its bytes are compressed")
+
+
 def _find_tensor(data: memoryview, key: str) -> _StoredTensor:
     """Where the bytes of a tensor are in what ``torch.save`` wrote."""
     try:
         with zipfile.ZipFile(io.BufferedReader(_Window(data))) as archive:
+            _require_stored(archive)
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             pickled = archive.read(names["data.pkl"])
             dtype, storage, offset, size, stride = _described_by(pickled)
@@ -266,7 +285,7 @@ def _find_tensor(data: memoryview, key: str) -> _StoredTensor:
         name_length, extra_length = struct.unpack_from("<HH", data, info.header_offset + 26)
         start = info.header_offset + 30 + name_length + extra_length
         stored = _StoredTensor(dtype, offset, size, stride, start, info.file_size, info.CRC)
-        if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > len(data):
+        if start + info.file_size > len(data):
             raise ValueError("its bytes are not where they should be")
         if not isinstance(dtype, torch.dtype) or stored.reach * dtype.itemsize > info.file_size:
             raise ValueError("its shape does not fit its bytes")

@@ -10,18 +10,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from onecopy.buffers import flat_range, in_layout_of
+from onecopy.checks import check_names
 from onecopy.inner import Inner
 from onecopy.intake import options_of
 from onecopy.local import LocalOptimizer
 from onecopy.pieces import MASTER, OwnedPiece, updated_in
 from onecopy.state import Numbering
 from onecopy.transport import Transport
+from onecopy.words import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +38,76 @@ class Loadable:
     lacks_masters: bool = False  # with some of the state that is cut, on any rank
 
 
+class StateDictMisfit(ValueError, KeyError, IndexError):
+    """A state dict that is not whole. Also what torch's class raises then."""
+
+    def __str__(self) -> str:  # a KeyError would print the repr
+        return str(self.args[0])
+
+
 def checked(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     cuttable: set[torch.Tensor],
 ) -> Loadable:
     """``state_dict`` matched with our parameters, or the reason why it does not fit."""
-    states, saved_groups = state_dict["state"], state_dict["param_groups"]
+    states, saved_groups = _parts_of(state_dict)
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"the state dict has {len(saved_groups)} parameter groups, the optimizer {len(groups)}"
         )
+    by_id: dict[Any, torch.Tensor] = {}
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if len(saved["params"]) != len(group["params"]):
-            raise ValueError(
-                f"group {number} of the state dict has {len(saved['params'])} parameters, that of "
-                f"the optimizer {len(group['params'])}"
-            )
-    saved_ids = chain.from_iterable(saved["params"] for saved in saved_groups)
-    ours = chain.from_iterable(group["params"] for group in groups)
-    by_id = dict(zip(saved_ids, ours, strict=True))
+        _check_group(number, saved, len(group["params"]))
+        for key, param in zip(saved["params"], group["params"], strict=True):
+            if by_id.setdefault(key, param) is not param:
+                raise ValueError(f"the state dict lists parameter {key} more than once")
     unknown = [key for key in states if isinstance(key, int) and key not in by_id]
     if unknown:
-        raise IndexError(
-            f"the state dict holds state of parameters {unknown[:5]}, which none of its groups "
-            "lists"
+        raise StateDictMisfit(
+            f"the state dict holds state of parameters {shown(unknown[:5])}, which none of its "
+            "groups lists"
         )
     found = Loadable(
         {by_id[key]: state for key, state in states.items() if key in by_id},
-        {key: state for key, state in states.items() if key not in by_id},
-        saved_groups,
+        {key: _copied(state) for key, state in states.items() if key not in by_id},
+        [_copied(dict(saved)) for saved in saved_groups],
     )
     for key, param in by_id.items():
         if param in found.states:
             _check_state(key, found.states[param], param, param in cuttable)
     return found
+
+
+def _parts_of(state_dict: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Any]]:
+    """Its two entries, if they have the right types."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise StateDictMisfit(f"the state dict has no {key!r}: is it one of an optimizer?")
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+        raise TypeError(
+            "a state dict needs a dict under 'state' and a list under 'param_groups', got "
+            f"{type(states).__name__} and {type(groups).__name__}"
+        )
+    return states, groups
+
+
+def _check_group(number: int, saved: Any, count: int) -> None:
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        raise TypeError(f"group {number} of the state dict must be a dict of options, by name")
+    if "params" not in saved:
+        raise StateDictMisfit(f"group {number} of the state dict has no 'params'")
+    ids = saved["params"]
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(key, (int, str)) for key in ids):
+        raise TypeError(f"the 'params' of group {number} of the state dict must be numbers")
+    if len(ids) != count:
+        raise ValueError(
+            f"group {number} of the state dict has {len(ids)} parameters, that of the optimizer "
+            f"{count}"
+        )
+    if "param_names" in saved:
+        check_names(saved["param_names"], count)
 
 
 def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -> None:
@@ -80,13 +116,30 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
             f"the state of parameter {number} must be a dict, got {type(state).__name__}"
         )
     for key, value in state.items():
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        is_tensor = isinstance(value, torch.Tensor)
+        shape = tuple(value.shape) if is_tensor else None
         if shape != tuple(param.shape) and (key == MASTER or (shape and cuttable)):
             found = f"is a {type(value).__name__}" if shape is None else f"has shape {shape}"
             raise ValueError(
-                f"the state {key!r} of parameter {number} {found}, the parameter has shape "
+                f"the state {shown(key)} of parameter {number} {found}, the parameter has shape "
                 f"{tuple(param.shape)}: is the state dict of another model or optimizer class?"
             )
+        if is_tensor and (value.is_meta or (value.layout is not torch.strided and cuttable)):
+            what = "on the meta device" if value.is_meta else f"sparse ({value.layout})"
+            raise ValueError(
+                f"the state {shown(key)} of parameter {number} is {what}: it has no values that "
+                "could be cut over the ranks"
+            )
+
+
+def _copied(value: Any) -> Any:
+    """The caller keeps the original, whatever it is."""
+    try:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    except Exception as error:  # too deep, too large, or an object that refuses
+        raise ValueError(
+            f"the state dict holds {shown(type(value))}, which cannot be copied: {shown(error)}"
+        ) from error
 
 
 _SAMPLED = 16  # elements of a tensor
@@ -120,8 +173,11 @@ def _sample(tensor: torch.Tensor) -> list[float]:
 
 def load(local: LocalOptimizer, loadable: Loadable) -> None:
     """Give each inner optimizer its part."""
-    for inner in local.inners:
-        inner.optimizer.load_state_dict(_dict_for(local, inner, loadable))
+    try:
+        for inner in local.inners:
+            inner.optimizer.load_state_dict(_dict_for(local, inner, loadable))
+    except RecursionError as error:  # classes walk through what they are given
+        raise ValueError("the state dict holds containers that hold themselves") from error
 
 
 def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[str, Any]:
@@ -142,7 +198,7 @@ def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[s
         {**options_of(loadable.groups[number]), "params": ids}
         for number, ids in zip(inner.groups, numbering.groups, strict=True)
     ]
-    return {"state": {**state, **copy.deepcopy(loadable.common)}, "param_groups": groups}
+    return {"state": {**state, **_copied(loadable.common)}, "param_groups": groups}
 
 
 class MasterReport(NamedTuple):
@@ -191,9 +247,7 @@ def load_masters(local: LocalOptimizer, loadable: Loadable) -> None:
 
 def _part_of(owned: OwnedPiece, value: Any) -> Any:
     """This piece's part of a state value: a copy, because the caller keeps the original."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if owned.is_whole or value.dim() == 0:
-        return value.detach().clone()
+    if not isinstance(value, torch.Tensor) or owned.is_whole or value.dim() == 0:
+        return _copied(value)
     laid_out = in_layout_of(owned.param, value.detach())
     return flat_range(laid_out, owned.piece.start, owned.piece.stop).clone()

@@ -225,6 +225,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def read_whole(entry: TensorEntry, reader: Reader, key: str) -> torch.Tensor:
+    reader.require_bytes(entry, key)
     fragment = Fragment.of_whole(torch.empty(entry.shape, dtype=entry.dtype, device="cpu"))
     for box, view in fragment.boxes():
         reader.fill(box, view, entry, key)

@@ -37,6 +37,7 @@ from onecopy.writer import Writer, Written, only_writer, sync_directory, write_m
 
 PREFIX = "optim"
 MARK = "onecopy"
+_SUFFIX = ".distcp"  # of DCP's data files, and ours
 _OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")
 
 
@@ -266,6 +267,7 @@ def _files_of(directory: Path) -> set[str]:
 
 def _remove(directory: Path, files: Sequence[str]) -> None:
     for file in files:
-        if Path(file).name == file:  # never outside, whatever a metadata file may say
+        # Never anything else, nor outside, whatever a metadata file may say.
+        if Path(file).name == file and file.endswith(_SUFFIX):
             with contextlib.suppress(OSError):
                 (directory / file).unlink()

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from onecopy.blueprint import Maker
 from onecopy.buffers import is_dense
+from onecopy.checks import check_options
 from onecopy.intake import (
     as_groups,
     check_class,
-    check_options,
     check_tensors,
     is_trainable,
     policy_of,

@@ -4,6 +4,7 @@ pipe."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
@@ -102,3 +103,16 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
         ]
         lines.append("   ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def shown(value: Any, longest: int = 80) -> str:
+    """A value in an error: whatever it is, in one line that is not too long.
+
+    >>> shown("x" * 9, longest=5), shown(10**5000)
+    ("'xxxx...", 'a value of type int')
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # too deep, too long, or an object that cannot be shown
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[:longest]}..."

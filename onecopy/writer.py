@@ -130,7 +130,10 @@ def write_metadata(directory: Path, entries: Iterable[Written]) -> None:
     data = pickle.dumps(_as_torch_metadata(entries))
     draft = directory / f"{METADATA}.draft"
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)  # of a save that was killed
+        # Made by us, or an error: through a link that somebody has put there, this would write to
+        # whatever it leads to.
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

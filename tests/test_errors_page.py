@@ -26,6 +26,7 @@ NOT_FOR_USERS = (
     "expected the name of a dtype",  # read as "is damaged"
     "its bytes are not where they should be",  # the same
     "its shape does not fit its bytes",  # the same
+    "its bytes are compressed",  # the same
     "… has no box at … on this rank",  # DCP asks for the boxes that it was shown
     "the buckets do not cover their streams",  # plans check themselves
     "… does not continue its stream",  # the same

@@ -15,6 +15,7 @@ import pytest
 ORDER = (
     "version",
     "words",
+    "checks",
     "kinds",
     "plan",
     "presets",

@@ -1,0 +1,278 @@
+"""Bad input by the thousand: what the fuzzing tests share.
+
+A case hands over something drawn by hypothesis. It must be accepted, or refused as `judge` demands:
+
+- with a documented class of exception: ValueError, TypeError, RuntimeError, OSError, or ours;
+- on purpose: the innermost frame is a `raise` in the package, or in the code of the optimizer
+  class that the caller chose. An error that the interpreter or torch raised somewhere below is an
+  accident, whatever its class: its message cannot say which argument was wrong;
+- within `PATIENCE` seconds, and with no more than `MEMORY` bytes;
+- with everything as it was: what to compare is the test's.
+
+`make test` draws few cases, the same ones every time; `make fuzz` draws `ONECOPY_FUZZ` times as
+many, others each time. Each test counts its cases in a `Tally`, and the session prints the sum.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import gc
+import linecache
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import strategies as st
+
+import onecopy
+
+TIMES = int(os.environ.get("ONECOPY_FUZZ", "1"))
+PATIENCE = 60  # seconds; a case takes milliseconds, but the machine may be busy
+MEMORY = 2**31
+COUNTS = "fuzzed cases"  # under which a test reports what it counted
+
+PACKAGE = str(Path(onecopy.__file__).parent)
+TESTS = str(Path(__file__).parent)
+# The caller's choice runs here: the same arguments raise the same error unsharded.
+OF_THE_CLASS = (str(Path(torch.optim.__file__).parent), TESTS)
+# Refuses, on purpose, for us: with `error_if_nonfinite` an infinite norm.
+OF_TORCH = (str(Path(torch.nn.utils.__file__).parent),)
+DOCUMENTED = (ValueError, TypeError, RuntimeError, OSError)
+ACCIDENTS = (LookupError, AttributeError, AssertionError, MemoryError, RecursionError)
+
+
+def cases(count: int) -> Callable[[Any], Any]:
+    """So many cases in `make test`."""
+    return settings(
+        max_examples=count * TIMES,
+        derandomize=TIMES == 1,
+        database=None,
+        deadline=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        verbosity=Verbosity.normal,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# ---------------------------------------- verdicts ----------------------------------------
+
+
+class Wrong(AssertionError):
+    """Neither accepted nor properly refused."""
+
+
+@dataclass
+class Tally:
+    accepted: int = 0
+    refused: int = 0
+
+    def attempt(self, action: Callable[[], Any]) -> bool:
+        """Whether it was accepted; `Wrong` if it was refused in a way that helps nobody."""
+        try:
+            with patience():
+                action()
+        except Wrong:
+            raise
+        except Exception as error:
+            judge(error)
+            self.refused += 1
+            return False
+        self.accepted += 1
+        return True
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    found = Tally()
+    yield found
+    request.node.user_properties.append((COUNTS, [found.accepted, found.refused]))
+
+
+def summary(reports: list[Any]) -> str | None:
+    """One line for a session; None if nothing was fuzzed."""
+    counts = [value for r in reports for key, value in r.user_properties if key == COUNTS]
+    if not counts:
+        return None
+    accepted, refused = (sum(column) for column in zip(*counts, strict=True))
+    wrong = sum(r.failed and "test_fuzz" in r.nodeid for r in reports)
+    total = f"{accepted + refused + wrong:,} cases"
+    return f"fuzz: {total}: {accepted:,} accepted, {refused:,} refused, {wrong:,} wrong"
+
+
+def judge(error: BaseException) -> None:
+    """Raise `Wrong` unless the error was raised on purpose, in a documented class."""
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost = frames[-1]
+    shown = f"{type(error).__name__}: {error}\n  at {innermost.filename}:{innermost.lineno}"
+    if innermost.filename.startswith(OF_THE_CLASS) or innermost.name == "construct":
+        return  # the class itself, a call that it does not take, or the caller's own code
+    if not isinstance(error, DOCUMENTED) or _is_accident(error):
+        raise Wrong(f"not a documented exception: {shown}") from error
+    if isinstance(error, OSError) and error.filename is not None:
+        return  # an error of the file system that names the file
+    ours = innermost.filename.startswith((PACKAGE, *OF_TORCH))
+    if not ours or innermost.lineno not in _raises(innermost.filename):
+        raise Wrong(f"raised by accident: {shown}") from error
+    if isinstance(error.__cause__, Exception) and type(error) is RuntimeError:
+        judge(error.__cause__)  # carried from another rank or thread
+
+
+def _is_accident(error: BaseException) -> bool:
+    """Ours may inherit from KeyError and the like, because torch's class raises these."""
+    is_ours = type(error).__module__.startswith("onecopy")
+    return isinstance(error, ACCIDENTS) and not (is_ours and isinstance(error, DOCUMENTED))
+
+
+@functools.cache
+def _raises(filename: str) -> set[int]:
+    """The lines of the statements that raise."""
+    tree = ast.parse("".join(linecache.getlines(filename)))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    return {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+
+
+@contextlib.contextmanager
+def patience(seconds: int = PATIENCE) -> Iterator[None]:
+    """A hang is `Wrong`, with the stack where it hung. Interrupts a system call, too."""
+
+    def give_up(_: int, frame: Any) -> None:
+        raise Wrong(f"no answer within {seconds} s:\n" + "".join(traceback.format_stack(frame)))
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ---------------------------------------- surroundings ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of one in this process, and a limit to its memory."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # Why: the first optimizer of a process imports what takes seconds and many objects.
+    onecopy.ZeroRedundancyOptimizer([torch.ones(1)], torch.optim.SGD, lr=0.1).step()
+    gc.collect()
+    gc.freeze()  # a new optimizer looks for modules among all objects that are not frozen
+    with memory_limited():
+        yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def memory_limited() -> Iterator[None]:
+    """What a lie makes us allocate fails, and does not hurt the machine."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def bits(tree: Any) -> Any:
+    """Equal if and only if the trees are, to the bit; a tensor's memory and flags count, too."""
+    if isinstance(tree, dict):
+        return [(str(key), bits(value)) for key, value in tree.items()]
+    if isinstance(tree, (list, tuple)):
+        return [bits(value) for value in tree]
+    if isinstance(tree, torch.Tensor):
+        return bits_of_tensor(tree)
+    return repr(tree)
+
+
+def bits_of_tensor(tensor: torch.Tensor) -> Any:
+    form = str(tensor.dtype), tuple(tensor.shape), str(tensor.device), tensor.requires_grad
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return form
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() > 2**20:
+        return form, tensor.data_ptr()
+    return form, tensor.stride(), resolved.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+# ---------------------------------------- junk ----------------------------------------
+
+
+class Hostile:
+    """An object that cannot be shown or compared."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no comparison")
+
+    __hash__ = object.__hash__
+
+
+def cyclic() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def deep(depth: int = 100_000) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+# Made when drawn, since a case may change what it is given.
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "0": lambda: 0,
+    "-1": lambda: -1,
+    "0.5": lambda: 0.5,
+    "-0.5": lambda: -0.5,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "1e308": lambda: 1e308,
+    "2**70": lambda: 2**70,
+    "-2**70": lambda: -(2**70),
+    "10**5000": lambda: 10**5000,
+    "complex": lambda: 1j,
+    "text": lambda: "weights",
+    "no text": lambda: "\ud800",
+    "lines": lambda: "a\nb\0",
+    "bytes": lambda: b"\xff",
+    "list": list,
+    "pair": lambda: (0.9, 0.999),
+    "single": lambda: (0.9,),
+    "dict": dict,
+    "set": lambda: {1, 2},
+    "function": lambda: print,
+    "class": lambda: int,
+    "dtype": lambda: torch.float32,
+    "int dtype": lambda: torch.int32,
+    "device": lambda: torch.device("cpu"),
+    "scalar tensor": lambda: torch.tensor(0.1),
+    "vector": lambda: torch.tensor([0.1, 0.2]),
+    "meta tensor": lambda: torch.empty((), device="meta"),
+    "Hostile": Hostile,
+    "cyclic": cyclic,
+    "deep": deep,
+}
+junk = st.sampled_from(sorted(VALUES)).map(lambda name: VALUES[name]())
