@@ -169,8 +169,8 @@ def test_a_bit_flipped_in_the_state_is_found_within_check_every_steps(
     options = {"momentum": 0.9} if mode.endswith("sgd") else {}
     training = Training(world, mode, check_every=3, **options)
     source = random.Random(world.rank)
-    training.step(2)
     for odd in range(world.size):
+        training.step(2)
         state = tensors_of_state(training.optimizer)
         if world.rank == odd:
             # A step counter gone wild may raise in the class itself, on that rank alone.
