@@ -23,7 +23,8 @@ SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all chaos soak races test-integrations test-torch lint types format \
-        bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-consolidate bench-checkpoint \
+        bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-checking bench-consolidate \
+        bench-checkpoint \
         clean
 
 help: ## print this list
@@ -87,6 +88,9 @@ bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
 
 bench-overhead: $(VENV)/.installed ## what a step costs beside the optimizer class
 	$(BIN)/python benchmarks/overhead.py
+
+bench-checking: $(VENV)/.installed ## what check_every costs
+	$(BIN)/python benchmarks/checking.py
 
 bench-consolidate: $(VENV)/.installed ## time and memory of collecting the full state
 	$(BIN)/python benchmarks/consolidate.py

@@ -44,7 +44,7 @@ def _weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory in words, and the few elements before and after that fill none."""
+    """The memory in words, and the few elements at the end that fill none."""
     dense = tensor.detach()
     if not is_dense(dense):
         dense = dense.contiguous()
@@ -52,9 +52,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dense = torch.view_as_real(dense)
     integers = flat_range(dense, 0, dense.numel()).view(_INTEGERS[dense.element_size()])
     in_word = _WORD_BYTES // dense.element_size()
-    head = min(-integers.storage_offset() % in_word, integers.numel())
-    tail = (integers.numel() - head) % in_word
-    end = integers.numel() - tail
-    words = integers[head:end].view(torch.int64)
-    rest = torch.cat([integers[:head], integers[end:]]).to(torch.int64)
-    return words, rest
+    if integers.storage_offset() % in_word:
+        integers = integers.clone()  # words begin where the tensor does, wherever in memory it lies
+    end = integers.numel() // in_word * in_word
+    return integers[:end].view(torch.int64), integers[end:].to(torch.int64)

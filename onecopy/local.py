@@ -209,7 +209,8 @@ class LocalOptimizer:
             for group in inner.optimizer.param_groups
             for tensor in group["params"]
         }
-        unknown = [key for key in state if key not in homes]
+        entries = dict(state)  # it may be a view of what is about to be forgotten
+        unknown = [key for key in entries if key not in homes]
         if unknown:
             raise KeyError(
                 "the new state has keys that are not tensors of this rank's pieces, which are in "
@@ -217,7 +218,7 @@ class LocalOptimizer:
             )
         for inner in self._inners.values():
             inner.optimizer.state.clear()
-        for tensor, value in state.items():
+        for tensor, value in entries.items():
             homes[tensor][tensor] = value
 
     def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,277 @@
+"""Flipped bits are found and named, wherever they are, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import World, distributed
+from models import Mlp
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adafactor, Adam, AdamW
+
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.fingerprints import CHUNK, checksum, fingerprint
+
+SMALL = {"bucket_mb": 0.002}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
+
+
+def flip(tensor: torch.Tensor, source: random.Random) -> None:
+    """One bit of a tensor's memory, as a particle does it: nobody is told."""
+    memory = tensor.detach()
+    memory = torch.view_as_real(memory) if memory.is_complex() else memory
+    dense = memory.untyped_storage()
+    size = memory.element_size()
+    element = source.randrange(memory.numel())
+    at = memory.storage_offset()
+    for index, stride in zip(
+        torch.unravel_index(torch.tensor(element), memory.shape), memory.stride(), strict=True
+    ):
+        at += int(index) * stride
+    byte = at * size + source.randrange(size)
+    dense[byte] = dense[byte] ^ (1 << source.randrange(8))
+
+
+# ------------------------------------------------------------------ fingerprints
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_any_flipped_bit_changes_fingerprint_and_checksum(dtype: torch.dtype, offset: int) -> None:
+    source = random.Random(offset)
+    for length in (1, 2, 3, 7, 8, 9, 64, 1000):
+        whole = torch.randint(0, 2, (length + offset,)).to(dtype)
+        tensor = whole[offset:]
+        for of in (fingerprint, checksum):
+            before = int(of(tensor))
+            assert int(of(tensor.clone())) == before  # wherever in memory it lies
+            for _ in range(8):
+                changed = whole.clone()[offset:]
+                flip(changed, source)
+                assert int(of(changed)) != before
+
+
+def test_a_fingerprint_knows_the_places_of_elements_and_strides_do_not_matter() -> None:
+    tensor = torch.randn(40, 50)
+    swapped = tensor.clone()
+    swapped[3], swapped[7] = tensor[7], tensor[3]
+    assert fingerprint(tensor) != fingerprint(swapped)
+    shifted = torch.zeros(2 * CHUNK * 2)
+    shifted[0] = 1.0
+    assert fingerprint(shifted) != fingerprint(shifted.roll(2 * CHUNK))
+    assert fingerprint(torch.zeros(0)) == 0 == checksum(torch.zeros(0))
+
+
+# ------------------------------------------------------------------ in training
+
+
+class Training:
+    """A model in one of the modes, with data of its own on every rank."""
+
+    def __init__(self, world: World, mode: str, check_every: int | None, **options: Any) -> None:
+        model: Any = Mlp().to(torch.bfloat16 if "masters" in mode else torch.float32)
+        self.model, self.world, self.mode = model, world, mode
+        self.module: Any = model
+        if "frozen" in mode:
+            model.norm.requires_grad_(False)
+        if "masters" in mode:
+            options = {"master_dtype": torch.float32, **options}
+        if "ddp" in mode:
+            self.module = DistributedDataParallel(model)
+        cls = {"whole": Adafactor, "sgd": SGD}.get(mode.rsplit(maxsplit=1)[-1], AdamW)
+        self.optimizer = ZeroRedundancyOptimizer(
+            model.named_parameters(), cls, lr=0.01, check_every=check_every, **SMALL, **options
+        )
+        self.is_attached = "attached" in mode
+        if self.is_attached:
+            self.optimizer.attach(self.module, lazy_gather="lazy" in mode)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.module(self.model.batch((self.world.rank,))).backward()
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.backward()
+            self.optimizer.step()
+
+    def until_it_raises(self, steps: int) -> str:
+        """The error that one of the next steps ends in, and "" if none does."""
+        for _ in range(steps):
+            try:
+                self.step()
+            except RuntimeError as error:
+                return str(error)
+        return ""
+
+
+MODES = ["drop-in", "drop-in ddp", "drop-in frozen", "drop-in masters", "drop-in whole"]
+MODES += ["attached", "attached lazy", "attached ddp", "attached frozen", "attached masters"]
+MODES += ["attached whole"]
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_no_false_alarm_in_normal_training(world: World, mode: str) -> None:
+    training = Training(world, mode, check_every=3)
+    for round_ in range(5):
+        training.step(7)
+        if "lazy" in mode:
+            training.optimizer.wait()
+        if round_ == 1:
+            training.optimizer.assert_replicas_equal()
+        if round_ == 2:
+            training.optimizer.consolidate_state_dict()
+            saved = [training.optimizer.state_dict() if world.rank == 0 else None]
+            torch.distributed.broadcast_object_list(saved)
+            training.optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        if round_ == 3:
+            with torch.no_grad():  # as weight clipping does it, on all ranks
+                for param in training.model.parameters():
+                    param.clamp_(-0.5, 0.5)
+            training.optimizer.consolidate_state_dict()
+    training.optimizer.assert_replicas_equal()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bit_flipped_in_a_parameter_is_found_within_check_every_steps(
+    world: World, mode: str
+) -> None:
+    source = random.Random(mode)  # the same on all ranks
+    training = Training(world, mode, check_every=4)
+    for _ in range(4):
+        training.step(source.randrange(1, 5))
+        training.optimizer.wait()
+        odd = source.randrange(world.size)
+        name, param = source.choice(list(training.model.named_parameters()))
+        if world.rank == odd:
+            flip(param, source)
+        else:
+            flip(param.detach().clone(), source)  # the same numbers are drawn
+        text = training.until_it_raises(4)
+        assert f"({name}) is not the same on all ranks" in text, (name, text)
+        assert f"rank {odd}" in text
+        same_again(training)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", [*MODES, "drop-in sgd"])
+def test_a_bit_flipped_in_the_state_is_found_within_check_every_steps(
+    world: World, mode: str
+) -> None:
+    options = {"momentum": 0.9} if mode.endswith("sgd") else {}
+    training = Training(world, mode, check_every=3, **options)
+    source = random.Random(world.rank)
+    for odd in range(world.size):
+        training.step(2)
+        state = tensors_of_state(training.optimizer)
+        if world.rank == odd:
+            # A step counter gone wild may raise in the class itself, on that rank alone.
+            key, tensor = source.choice([entry for entry in state if entry[0] != "step"])
+            flip(tensor, source)
+        text = training.until_it_raises(3)
+        assert "although no step was taken" in text or "state that differs" in text, text
+        assert f"rank {odd}: " in text
+        if world.rank == odd:
+            assert key in text
+        same_again(training)
+
+
+def tensors_of_state(optimizer: ZeroRedundancyOptimizer) -> list[tuple[str, torch.Tensor]]:
+    found = [
+        ("master_param", owned.tensor) for owned in optimizer._local.pieces if owned.has_master
+    ]
+    for state in optimizer.state.values():
+        found += [(key, value) for key, value in state.items() if torch.is_tensor(value)]
+    return [(key, tensor) for key, tensor in found if tensor.numel()]
+
+
+def same_again(training: Training) -> None:
+    """What the flip has left behind is removed, on all ranks: another model, another run."""
+    with torch.no_grad():
+        for param in training.model.parameters():
+            memory = param.data
+            memory.nan_to_num_(0.0, 1.0, -1.0).clamp_(-1, 1)
+            torch.distributed.broadcast(memory, 0)
+    for _, tensor in tensors_of_state(training.optimizer):
+        tensor.data.nan_to_num_(0.0, 1.0, -1.0).clamp_(0, 5)
+    training.optimizer.state = training.optimizer.state
+    training.optimizer.zero_grad()
+
+
+@distributed(2, 3)
+def test_a_check_by_hand_finds_what_has_flipped_since_the_last_step(world: World) -> None:
+    training = Training(world, "drop-in", check_every=1000)
+    training.step(3)
+    training.optimizer.assert_replicas_equal()
+    state = tensors_of_state(training.optimizer)
+    if world.rank == 1:
+        flip(next(tensor for key, tensor in state if key == "exp_avg_sq"), random.Random(0))
+    with pytest.raises(RuntimeError, match="rank 1: exp_avg_sq, before step 4"):
+        training.optimizer.assert_replicas_equal()
+
+
+@distributed(2, 3)
+def test_counters_of_the_parts_of_a_parameter_are_compared_even_without_check_every(
+    world: World,
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(100))
+    optimizer = ZeroRedundancyOptimizer([weight], Adam, lr=0.1)
+    weight.grad = torch.ones(100)
+    optimizer.step()
+    optimizer.assert_replicas_equal()
+    if world.rank == 0:
+        next(iter(optimizer.state.values()))["step"] += 1
+    with pytest.raises(RuntimeError, match=r"parts of parameter 0 .*rank 0: step = 2\.0"):
+        optimizer.assert_replicas_equal()
+
+
+@distributed(2)
+def test_state_that_the_user_writes_is_no_damage_if_he_says_so(world: World) -> None:
+    training = Training(world, "drop-in", check_every=1)
+    training.step(2)
+    for tensor in training.optimizer.state:
+        training.optimizer.state[tensor]["exp_avg"].zero_()
+    before = {tensor: dict(state) for tensor, state in training.optimizer.state.items()}
+    training.optimizer.state = training.optimizer.state
+    assert before == dict(training.optimizer.state)
+    assert before
+    training.step(2)
+    for tensor in training.optimizer.state:
+        training.optimizer.state[tensor]["exp_avg"].zero_()
+    with pytest.raises(RuntimeError, match=r"although no step was taken: .*exp_avg, before step 5"):
+        training.step()
+
+
+@distributed(3)
+@pytest.mark.parametrize("who", ["owner", "another"])
+def test_a_flip_that_the_next_step_heals_or_spreads_is_found_later(world: World, who: str) -> None:
+    """After the step all replicas are equal again: only the history knows."""
+    training = Training(world, "drop-in", check_every=5)
+    training.step(1)
+    param = training.model.get_parameter("norm.weight")
+    owners = {piece.rank for piece in _pieces(training.optimizer, param)}
+    odd = min(owners) if who == "owner" else min({0, 1, 2} - owners)
+    if world.rank == odd:
+        param.data.view(torch.int32)[0] ^= 1 << 20
+    training.step(1)
+    fresh = ZeroRedundancyOptimizer(training.model.named_parameters(), SGD, lr=0.1)
+    fresh.assert_replicas_equal()
+    text = training.until_it_raises(3)
+    assert "norm.weight" in text
+    assert "before step 1 to 5" in text
+    assert f"rank {odd}" in text
+
+
+def _pieces(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[Any]:
+    index = next(i for i, p in enumerate(optimizer._all_params) if p is param)
+    plan = optimizer._plan
+    of_all: Callable[[int], Any] = plan.pieces
+    return [p for rank in range(plan.world_size) for p in of_all(rank) if p.param == index]
