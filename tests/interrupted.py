@@ -1,0 +1,171 @@
+"""A process of its own that waits somewhere, or exits somehow, for tests/test_interrupts.py.
+
+    python interrupted.py <scenario> <rank> <port of the store>
+
+Rank 0 does what the scenario says. Rank 1 takes part in the beginning, then stays away and alive,
+or exits, too. The group's timeout is ten minutes: nobody may wait for that.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onecopy import ZeroRedundancyOptimizer
+
+SCENARIO, RANK, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False)
+dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=timedelta(minutes=10))
+MODEL = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+
+
+def made(attach: bool = True, **how: Any) -> ZeroRedundancyOptimizer:
+    optimizer = ZeroRedundancyOptimizer(
+        MODEL.parameters(), torch.optim.AdamW, lr=0.1, bucket_mb=0.001
+    )
+    if attach:
+        optimizer.attach(MODEL, **how)
+        backward()
+    else:
+        for param in MODEL.parameters():
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def backward() -> None:
+    MODEL(torch.full((2, 16), RANK + 1.0)).sum().backward()
+
+
+def say(word: str) -> None:
+    print(word, flush=True)
+
+
+def together() -> None:
+    """Both ranks are here."""
+    STORE.set(f"here {RANK}", "")
+    STORE.wait(["here 0", "here 1"])
+
+
+# ---------------------------------------- waiting ----------------------------------------
+
+
+def alone(wait: Callable[[], Any]) -> None:
+    """Rank 0 waits for rank 1, which never comes."""
+    together()
+    if RANK == 0:
+        say("waiting")
+        wait()
+    time.sleep(600)
+
+
+def building() -> None:
+    made(attach=False)
+    alone(lambda: made(attach=False))
+
+
+def in_backward() -> None:
+    _ = made()
+    alone(backward)
+
+
+def in_reduce() -> None:
+    optimizer = made()
+    alone(lambda: (backward_in_one_bucket(), optimizer.step()))
+
+
+def backward_in_one_bucket() -> None:
+    MODEL[-1](torch.ones(2, 16)).sum().backward()
+
+
+def in_gather() -> None:
+    optimizer = made(attach=False)
+    alone(optimizer.step)
+
+
+def in_forward() -> None:
+    optimizer = made(lazy_gather=True)
+    optimizer.wait()
+    backward()
+    if RANK == 1:
+        alone(lambda: None)
+    alone(lambda: (optimizer.step(), backward()))
+
+
+def in_save() -> None:
+    optimizer = made(attach=False)
+    alone(lambda: optimizer.save(f"/tmp/onecopy-interrupted-{PORT}"))
+
+
+def caught() -> None:
+    """The user catches it, tidies up and exits."""
+    optimizer = made()
+    together()
+    if RANK == 1:
+        time.sleep(600)
+    say("waiting")
+    try:
+        backward()
+    except KeyboardInterrupt:
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            say(f"refused: {error}")
+        optimizer.zero_grad()
+        optimizer.detach()
+        dist.destroy_process_group()
+        say("tidy")
+
+
+# ---------------------------------------- exiting ----------------------------------------
+
+
+def exit_with_all_alive() -> None:
+    globals()["kept"] = made()
+
+
+def exit_after_destroying() -> None:
+    globals()["kept"] = made()
+    backward()
+    dist.destroy_process_group()
+
+
+def exit_with_gathers_under_way() -> None:
+    globals()["kept"] = made(lazy_gather=True)
+    together()
+
+
+def exit_with_reduces_under_way() -> None:
+    """Rank 1 is alive and does not take part."""
+    globals()["kept"] = made()
+    together()
+    if RANK == 1:
+        time.sleep(600)
+    backward_in_one_bucket()
+
+
+def exit_by_an_exception() -> None:
+    globals()["kept"] = made()
+    together()
+    if RANK == 1:
+        time.sleep(600)
+    MODEL[3].weight.register_hook(lambda _: 1 / 0)
+    backward()
+
+
+def exit_while_traced() -> None:
+    globals()["kept"] = made(lazy_gather=True)
+    together()
+
+
+if __name__ == "__main__":
+    globals()[SCENARIO]()
+    say("end")

@@ -1,0 +1,146 @@
+"""Signals and exits: prompt, and without noise, whatever is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+SCRIPT = Path(__file__).with_name("interrupted.py")
+PATIENCE = 90.0  # seconds to start and to come to a place, on a busy machine
+PROMPT = 30.0  # seconds to exit; the group's timeout is ten minutes
+SLOW = pytest.mark.slow
+CRASHES = ("terminate called", "Fatal Python error", "Segmentation", "core dumped", "Exception ign")
+
+
+class Ranks:
+    """Two processes of tests/interrupted.py."""
+
+    def __init__(self, scenario: str, **environment: str) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), scenario, str(rank), str(self.store.port)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "KINETO_LOG_LEVEL": "99", **environment},
+            )
+            for rank in range(2)
+        ]
+
+    def until_it_waits(self) -> None:
+        """Rank 0 has said that it is about to wait, and has had the time to begin with it."""
+        watchdog = threading.Timer(PATIENCE, self.processes[0].kill)
+        watchdog.start()
+        said = self.processes[0].stdout.readline()
+        watchdog.cancel()
+        assert said == "waiting\n", self.processes[0].stderr.read()
+        time.sleep(2.0)
+
+    def end_of(self, rank: int, limit: float) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        process = self.processes[rank]
+        try:
+            output, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"rank {rank} did not exit within {limit:g} s")
+        assert not any(crash in errors for crash in CRASHES), errors
+        return process.returncode, output, errors
+
+
+@contextlib.contextmanager
+def two_ranks(scenario: str, **environment: str) -> Iterator[Ranks]:
+    ranks = Ranks(scenario, **environment)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
+
+
+PLACES = ["in_backward", "in_gather", "in_reduce", "in_forward", "in_save", "building"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [place if place == "in_backward" else pytest.param(place, marks=SLOW) for place in PLACES],
+)
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others(place: str) -> None:
+    with two_ranks(place) as ranks:
+        ranks.until_it_waits()
+        ranks.processes[0].send_signal(signal.SIGINT)
+        code, output, errors = ranks.end_of(0, PROMPT)
+        assert code in (1, -signal.SIGINT), errors
+        assert "KeyboardInterrupt" in errors
+        assert "end" not in output
+
+
+@SLOW
+@pytest.mark.parametrize("place", PLACES)
+def test_sigterm_ends_a_rank_that_waits_for_the_others(place: str) -> None:
+    """As torchrun sends it."""
+    with two_ranks(place) as ranks:
+        ranks.until_it_waits()
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        code, _, errors = ranks.end_of(0, PROMPT)
+        assert code == -signal.SIGTERM, errors
+        assert not errors
+
+
+def test_a_rank_that_catches_ctrl_c_can_tidy_up_and_exit() -> None:
+    with two_ranks("caught") as ranks:
+        ranks.until_it_waits()
+        ranks.processes[0].send_signal(signal.SIGINT)
+        code, output, errors = ranks.end_of(0, PROMPT)
+        assert (code, errors) == (0, "")
+        assert "refused: the process group is of no use any more, because KeyboardInter" in output
+        assert output.endswith("tidy\nend\n")
+
+
+BOTH_EXIT = ["exit_with_gathers_under_way", "exit_after_destroying", "exit_with_all_alive"]
+
+
+@pytest.mark.parametrize(
+    "scenario", [BOTH_EXIT[0], *(pytest.param(s, marks=SLOW) for s in BOTH_EXIT[1:])]
+)
+def test_exit_is_silent(scenario: str) -> None:
+    with two_ranks(scenario) as ranks:
+        for rank in range(2):
+            assert ranks.end_of(rank, PATIENCE + PROMPT) == (0, "end\n", "")
+
+
+@SLOW
+def test_exit_is_silent_while_a_trace_is_taken(tmp_path: Path) -> None:
+    trace: dict[str, Any] = {"ONECOPY_TRACE": str(tmp_path), "ONECOPY_TRACE_STEPS": "1-9"}
+    with two_ranks("exit_while_traced", **trace) as ranks:
+        for rank in range(2):
+            assert ranks.end_of(rank, PATIENCE + PROMPT) == (0, "end\n", "")
+    assert {file.name for file in tmp_path.iterdir()} == {"rank-0.json", "rank-1.json"}
+
+
+@pytest.mark.parametrize("scenario", ["exit_with_reduces_under_way"])
+def test_exit_does_not_wait_for_a_rank_that_stays_away(scenario: str) -> None:
+    with two_ranks(scenario) as ranks:
+        assert ranks.end_of(0, PATIENCE + PROMPT) == (0, "end\n", "")
+
+
+@SLOW
+def test_an_exception_in_backward_ends_the_process_though_buckets_are_under_way() -> None:
+    with two_ranks("exit_by_an_exception") as ranks:
+        code, _, errors = ranks.end_of(0, PATIENCE + PROMPT)
+        assert code == 1
+        assert errors.rstrip().endswith("ZeroDivisionError: division by zero")
