@@ -85,7 +85,7 @@ def _from_config(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Failure(f"{file} cannot be read: {_in_one_line(error)}") from error
     if not isinstance(config, Mapping) or "model_type" not in config:
         raise Failure(f'{file} is not the configuration of a model: it has no "model_type"')

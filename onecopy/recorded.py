@@ -160,7 +160,7 @@ def _require_same_run(directory: Path, traces: Sequence[Trace]) -> None:
 def _read(file: Path) -> Trace:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise Failure(f"{file} cannot be read ({error}): remove it, and record again") from error
     try:
         trace = _understood(content)

@@ -23,6 +23,8 @@ from onecopy.intake import (
 from onecopy.kinds import Kind
 from onecopy.plan import ParamSpec, Plan, make_plan, suitable_bucket_mb
 
+_MOST_BUCKETS = 1_000_000  # a plan lists them
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
@@ -173,7 +175,14 @@ def plan_to_extend(
     groups: Iterable[Mapping[str, Any]], world_size: int, bucket_mb: float | None
 ) -> Plan:
     """An empty plan, with buckets that suit the parameters of these groups if no size is given."""
+    params = [param for group in groups for param in group["params"]]
+    numbytes = sum(p.numel() * p.element_size() for p in params)
     if bucket_mb is None:
-        params = [param for group in groups for param in group["params"]]
-        bucket_mb = suitable_bucket_mb(sum(p.numel() * p.element_size() for p in params))
-    return make_plan([], world_size, bucket_mb)
+        return make_plan([], world_size, suitable_bucket_mb(numbytes))
+    plan = make_plan([], world_size, bucket_mb)
+    if numbytes > plan.bucket_bytes * _MOST_BUCKETS:
+        raise ValueError(
+            f"bucket_mb={bucket_mb} would cut these parameters into more than {_MOST_BUCKETS:,} "
+            "buckets: leave it out, or say more"
+        )
+    return plan

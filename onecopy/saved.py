@@ -85,7 +85,7 @@ def find_state(
                 name = titles.get(int(name), f"{BY_INDEX}{name}")
             states.setdefault(name, {})[dotted(within)] = SavedValue(full, entry, within)
         elif section.title == MARK and isinstance(entry, ValueEntry):
-            mark = reader.value(entry, full)
+            mark = _checked_mark(reader.value(entry, full))
             _require_digest(contents, full, mark)
     if not mark:
         return SavedState(states, groups, by_position)
@@ -97,6 +97,18 @@ def find_state(
         set(mark["frozen"]),
         {name: cls for cls, names in mark["classes"].items() for name in names},
     )
+
+
+def _checked_mark(mark: Any) -> Mapping[str, Any]:
+    """What ``optimizer.save`` writes beside the state, if it has the form of it."""
+    lists = [mark.get("not_begun"), mark.get("frozen")] if isinstance(mark, dict) else [None]
+    classes = mark.get("classes") if isinstance(mark, dict) else None
+    lists += list(classes.values()) if isinstance(classes, dict) else [None]
+    for names in lists:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DamagedCheckpoint("the metadata is not what was written: its mark is no mark")
+    found: Mapping[str, Any] = mark
+    return found
 
 
 def _require_digest(contents: Contents, mark_key: str, mark: Mapping[str, Any]) -> None:

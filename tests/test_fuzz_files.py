@@ -176,11 +176,10 @@ def lie_about_everything(read: Any, chance: random.Random) -> None:
 def lying(lie: Callable[[Any, random.Random], None]) -> Damage:
     """Metadata that is a sound pickle of the right classes, and says something else."""
 
-    def damage(file: Path, _: Path, chance: random.Random) -> None:
-        metadata = file.parent / METADATA
-        read = pickle.loads(metadata.read_bytes())
+    def damage(file: Path, other: Path, chance: random.Random) -> None:
+        read = pickle.loads((other.parent / "mine" / METADATA).read_bytes())
         lie(read, chance)
-        metadata.write_bytes(pickle.dumps(read))
+        (file.parent / METADATA).write_bytes(pickle.dumps(read))
 
     return damage
 
@@ -231,6 +230,10 @@ def picture(opt: ZeroRedundancyOptimizer) -> Any:
     )
 
 
+def is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
 def loaded(directory: Path) -> Any:
     opt = small_optimizer(seed=2)
     opt.load(directory)
@@ -246,7 +249,7 @@ def test_fuzz_load(tally: Tally, saved: Path, data: st.DataObject) -> None:  # n
     names = data.draw(st.lists(st.sampled_from(sorted(DAMAGES)), min_size=1, max_size=2))
     chance = random.Random(data.draw(st.integers(0, 2**32)))
     for name in names:
-        files = sorted(path for path in directory.iterdir() if path.is_file())
+        files = sorted(path for path in directory.iterdir() if is_plain(path))
         with contextlib.suppress(OSError, ValueError, pickle.UnpicklingError, EOFError):
             DAMAGES[name](chance.choice(files), saved / "other", chance)
     opt = small_optimizer(seed=2)

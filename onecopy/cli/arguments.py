@@ -22,6 +22,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_MOST_RANKS = 1_000_000
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 
 
@@ -29,7 +30,8 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        text = " ".join(message.split())  # an argument may have lines
+        print(f"{self.prog}: {text}; see {self.prog} --help", file=sys.stderr)
         sys.exit(2)
 
 
@@ -116,8 +118,10 @@ def check_training(arguments: argparse.Namespace) -> None:
 
 def ranks(text: str) -> int:
     """A number of ranks."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number of ranks, got {text!r}")
+    if not text.isdecimal() or len(text) > len(str(_MOST_RANKS)) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number of ranks, got {text[:80]!r}")
+    if int(text) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST_RANKS:,} ranks, got {text}")
     return int(text)
 
 
@@ -133,7 +137,7 @@ def _option(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, e.g. momentum=0.9, got {text!r}")
     try:
         return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # of brackets without end
         return key, value
 
 
