@@ -526,16 +526,18 @@ def _private_group(user_group: Any, device: torch.device) -> Any:
         ranks = dist.get_process_group_ranks(user_group)
         options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         everybody = user_group is dist.group.WORLD
-        if not everybody:
-            _level_group_counts(user_group, device)
-        group = dist.new_group(
-            ranks,
-            timeout=_timeout(user_group),
-            backend=dist.get_backend_config(user_group),
-            use_local_synchronization=not everybody,
-            group_desc="onecopy",
-            **options,
-        )
+        backends = set(_backends(user_group).values())
+        with contextlib.nullcontext() if everybody else _under_a_new_name(user_group, device):
+            group = dist.new_group(
+                ranks,
+                timeout=_timeout(user_group),
+                backend=backends.pop()
+                if len(backends) == 1
+                else dist.get_backend_config(user_group),
+                use_local_synchronization=not everybody,
+                group_desc="onecopy",
+                **options,
+            )
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
     return group
@@ -548,18 +550,29 @@ def _destroy(reference: weakref.ref[Any]) -> None:
         dist.destroy_process_group(group)
 
 
-def _level_group_counts(user_group: Any, device: torch.device) -> None:
-    """Bring all members to the same number of process groups.
+_counts_used = [0]  # numbers of groups under which private groups were named
+
+
+@contextlib.contextmanager
+def _under_a_new_name(user_group: Any, device: torch.device) -> Iterator[None]:
+    """Let the group that is made in this context have the same name on all members, and a new one.
 
     Why: only the members of a subgroup are here, so its private group is made without the others,
     and torch names such a group by its ranks and by the number of groups that the process has. A
-    member that is in fewer groups would look for its peers under another name, until the timeout.
+    member that is in fewer groups would look for its peers under another name, until the timeout;
+    and after groups were destroyed, a name would come up again.
     """
-    names = dist.distributed_c10d._world.pg_names
-    most = torch.tensor([len(names)], device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=user_group)
-    for _ in range(int(most) - len(names)):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    names: Any = dist.distributed_c10d._world.pg_names
+    count = torch.tensor([max(len(names), _counts_used[0] + 1)], device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=user_group)
+    _counts_used[0] = int(count)
+    fillers = {object(): f"onecopy {number}" for number in range(int(count) - len(names))}
+    names.update(fillers)
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del names[filler]
 
 
 def _timeout(group: Any) -> timedelta | None:

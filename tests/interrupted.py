@@ -27,9 +27,14 @@ dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=ti
 MODEL = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
 
 
-def made(attach: bool = True, **how: Any) -> ZeroRedundancyOptimizer:
+MANY_BUCKETS, FEW_BUCKETS = 0.001, 0.004  # a backward waits only if there are more than three
+
+
+def made(
+    attach: bool = True, bucket_mb: float = MANY_BUCKETS, **how: Any
+) -> ZeroRedundancyOptimizer:
     optimizer = ZeroRedundancyOptimizer(
-        MODEL.parameters(), torch.optim.AdamW, lr=0.1, bucket_mb=0.001
+        MODEL.parameters(), torch.optim.AdamW, lr=0.1, bucket_mb=bucket_mb
     )
     if attach:
         optimizer.attach(MODEL, **how)
@@ -78,12 +83,8 @@ def in_backward() -> None:
 
 
 def in_reduce() -> None:
-    optimizer = made()
-    alone(lambda: (backward_in_one_bucket(), optimizer.step()))
-
-
-def backward_in_one_bucket() -> None:
-    MODEL[-1](torch.ones(2, 16)).sum().backward()
+    optimizer = made(bucket_mb=FEW_BUCKETS)
+    alone(lambda: (backward(), optimizer.step()))
 
 
 def in_gather() -> None:
@@ -145,15 +146,15 @@ def exit_with_gathers_under_way() -> None:
 
 def exit_with_reduces_under_way() -> None:
     """Rank 1 is alive and does not take part."""
-    globals()["kept"] = made()
+    globals()["kept"] = made(bucket_mb=FEW_BUCKETS)
     together()
     if RANK == 1:
         time.sleep(600)
-    backward_in_one_bucket()
+    backward()
 
 
 def exit_by_an_exception() -> None:
-    globals()["kept"] = made()
+    globals()["kept"] = made(bucket_mb=FEW_BUCKETS)
     together()
     if RANK == 1:
         time.sleep(600)
