@@ -166,6 +166,7 @@ class Attachment:
         if self._transport.refusal is not None:
             shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
+            undoing.callback(self._transport.neighbours.forget)
             if self._lazy is not None:
                 shards.gathers_lazily = False
                 undoing.callback(shards.settle)

@@ -17,6 +17,7 @@ from models import SMALL_BUCKETS, Mlp
 from torch import nn
 from torch.optim import AdamW
 
+import onecopy.transport
 from onecopy import ZeroRedundancyOptimizer, transport
 
 # ---------------------------------------- what is counted ----------------------------------------
@@ -61,6 +62,10 @@ MODULE_HOOKS = [name for name in vars(nn.Linear(1, 1)) if name.endswith("_hooks"
 
 def census() -> dict[str, int]:
     gc.collect()  # some are in cycles
+    if dist.get_world_size() > 1:
+        dist.barrier()  # what a rank has lent, it keeps until the others have read it
+        for neighbours in onecopy.transport._neighbourhoods.values():
+            neighbours.forget()
     return {"threads": threads(), "files": open_files(), "groups": groups(), "tensors": tensors()}
 
 
