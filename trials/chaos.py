@@ -53,6 +53,7 @@ class Tally:
     differing: int = 0
     widest: float = 0.0  # relative difference where a bound holds
     slowest_restart: float = 0.0
+    begun_again: int = 0  # jobs that lost a port to another program
 
     @property
     def failures(self) -> int:
@@ -66,8 +67,13 @@ class Tally:
             f"{self.hangs} hangs, {self.not_loaded} checkpoints that did not load, "
             f"{self.differing} of {self.compared} losses differ, "
             f"{self.other_faults} other faults; where a sum has another order the loss is within "
-            f"{self.widest:.1e}; slowest restart {self.slowest_restart:.0f} s"
+            f"{self.widest:.1e}; slowest restart {self.slowest_restart:.0f} s; "
+            f"{self.begun_again} jobs begun again because a port was taken"
         )
+
+
+class PortTaken(Exception):
+    """A job could not be run as it was planned."""
 
 
 class Job:
@@ -78,14 +84,16 @@ class Job:
         self.faults: list[str] = []
 
     def run(self) -> list[str]:
-        self.tally.jobs += 1
         orders = {"mode": self.plan.mode, "steps": STEPS, "save_every": SAVE_EVERY}
         (self.directory / "orders.json").write_text(
             json.dumps({**orders, "kills": self.plan.kills})
         )
         try:
             code = self._launch()
-            self._judge_lives(list(read_lives(self.directory).values()), code)
+            lives = list(read_lives(self.directory).values())
+            if any(life.lost_its_port for life in lives):
+                raise PortTaken
+            self._judge_lives(lives, code)
             if not self.faults:
                 self._judge_losses()
         except Hang as hang:
@@ -125,7 +133,7 @@ class Job:
 
     def _judge_life(self, life: Life, is_last: bool) -> None:
         if life.name in self.plan.kills and not life.kill:
-            if life.resumed is None and life.errors:
+            if life.joined and life.resumed is None and life.errors:
                 self.tally.not_loaded += 1
                 self.faults.append(f"{life.name} did not load:\n{life.errors[0]}")
             else:
@@ -202,20 +210,28 @@ class Job:
                 self.faults.append(f"{life.name}, step {step}: {difference:.1e} off {other.name}")
 
 
-def run(plan: Plan, tally: Tally) -> None:
+def run(plan: Plan, tally: Tally, attempts: int = 3) -> None:
     directory = Path(tempfile.mkdtemp(prefix="onecopy-chaos-"))
     start = time.monotonic()
-    faults = Job(plan, directory, tally).run()
+    try:
+        faults = Job(plan, directory, tally).run()
+    except PortTaken:
+        if attempts == 1:
+            raise
+        tally.begun_again += 1
+        shutil.rmtree(directory)
+        run(plan, tally, attempts - 1)
+        return
+    tally.jobs += 1
     kills = len(plan.kills)
     print(f"{plan}: kills {kills}, {time.monotonic() - start:.0f} s", flush=True)
-    if not faults:
+    if faults:
+        print(*faults, sep="\n")
+        count = "--trials 0 --machines 1" if plan.on_machines else f"--trials {kills} --machines 0"
+        print(f"FAILED. To repeat: python trials/chaos.py --seed {plan.seed} {count}")
+        print(f"All that it wrote: {directory}", flush=True)
+    else:
         shutil.rmtree(directory)
-        return
-    for fault in faults:
-        print(f"  FAILED: {fault}")
-    count = "--trials 0 --machines 1" if plan.on_machines else f"--trials {kills} --machines 0"
-    print(f"  repeat: python trials/chaos.py --seed {plan.seed} {count}")
-    print(f"  all that it wrote: {directory}", flush=True)
 
 
 def main() -> int:

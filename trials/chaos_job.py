@@ -21,11 +21,7 @@ WORKER = Path(__file__).resolve().parent / "chaos_worker.py"
 # A life writes a line in every step, and before the first one it imports torch. The process group's
 # own timeout is longer than this: a rank that waits for that counts as a hang.
 LONGEST_SILENCE = 240.0
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see the example
-}
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see the example
 
 Curve = dict[int, str]  # loss by step, in hexadecimal digits: equal means equal to the bit
 
@@ -42,11 +38,18 @@ class Life:
     ranks: int = 0
     curves: dict[int, Curve] = field(default_factory=dict)  # by rank
     started: float = 0.0
+    joined: int = 0  # ranks that found the others
     resumed: int | None = None  # at which step; None if it did not come so far
     saved: int = 0  # the last step whose save returned somewhere
     kill: dict[str, Any] | None = None
     errors: list[str] = field(default_factory=list)
     done: int = 0  # ranks
+
+    @property
+    def lost_its_port(self) -> bool:
+        """torchrun chooses a free port, on which rank 0 listens a few seconds later: another
+        program may have taken it. Nothing of ours has run by then, and torchrun tries again."""
+        return not self.joined and any("EADDRINUSE" in error for error in self.errors)
 
     @property
     def last_step(self) -> int:
@@ -83,13 +86,14 @@ def _take_down(life: Life, curve: Curve, entry: dict[str, Any]) -> None:
         life.kill = entry
     if "error" in entry:
         life.errors.append(entry["error"])
+    life.joined += "joined" in entry
     life.done += "done" in entry
 
 
 def torchrun(job: Path, ranks: int, restarts: int, *arguments: str) -> int:
     """The exit code; raises Hang, with all stacks in the log, if nothing is written any more."""
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    return _run(job, [options], arguments)
+    return _run(job, [options], arguments, OWN_STORE if restarts else {})
 
 
 def torchrun_on_two_machines(job: Path, restarts: int, *arguments: str) -> int:
@@ -100,7 +104,7 @@ def torchrun_on_two_machines(job: Path, restarts: int, *arguments: str) -> int:
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"),
         "--rdzv-conf=last_call_timeout=40",  # how long the first waits for the second
     ]
-    return _run(job, [options, options], arguments)
+    return _run(job, [options, options], arguments, OWN_STORE)
 
 
 def _free_port() -> int:
@@ -109,7 +113,9 @@ def _free_port() -> int:
         return port
 
 
-def _run(job: Path, agents: list[list[str]], arguments: tuple[str, ...]) -> int:
+def _run(
+    job: Path, agents: list[list[str]], arguments: tuple[str, ...], environment: dict[str, str]
+) -> int:
     (job / "lives").mkdir(exist_ok=True)
     processes = []
     try:
@@ -121,7 +127,7 @@ def _run(job: Path, agents: list[list[str]], arguments: tuple[str, ...]) -> int:
                         [sys.executable, *command, *arguments],
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env=ENVIRONMENT,
+                        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                     )
                 )
         return _wait(processes[0], job / "lives")

@@ -247,6 +247,7 @@ def run_train(job: Path, launch: str) -> None:
     elastic.report = lambda step, loss: diary.write(step=step, loss=loss.item().hex())
     try:
         dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        diary.write(joined=True)
         options = MODES[orders["mode"]]
         elastic.train(job / "checkpoints", orders["steps"], orders["save_every"], **options)
         executioner.finish()
