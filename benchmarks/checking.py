@@ -35,7 +35,7 @@ MODELS = {
     "small": GPTConfig(8192, 128, width=320, heads=5, layers=5, tied=False),
     "large": GPTConfig(32768, 128, width=384, heads=6, layers=8, tied=False),
 }
-BATCHES = (1, 4, 16)  # sequences of 128 tokens
+BATCHES = (4, 16, 32)  # sequences of 128 tokens
 
 
 class Clock:
@@ -117,7 +117,7 @@ def row(config: GPTConfig, batch: int, mode: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=5, ranks=(2,))
+    parser = arguments(__doc__, rounds=4, ranks=(2,))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     args = parser.parse_args()
