@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
+TIMES ?= 20
 # CPU-only wheels on Linux: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
@@ -17,12 +18,14 @@ BENCH_BIN := $(BENCH_VENV)/bin
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_BIN := $(TORCH_VENV)/bin
 
+AUDIT_VENV := .venv-audit
+
 INTEGRATIONS := .venv-integrations
 SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all chaos soak races test-integrations test-torch lint types format \
+.PHONY: help demo test test-all chaos soak races fuzz audit test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-checking bench-consolidate \
         bench-checkpoint \
         clean
@@ -50,6 +53,12 @@ races: $(VENV)/.installed ## RUNS=200 seeded runs with random delays, overlap on
 
 chaos: $(VENV)/.installed ## kill ranks at 50 chosen moments: does the training go on as if nothing had been?
 	$(BIN)/python trials/chaos.py
+
+fuzz: $(VENV)/.installed ## tens of thousands of bad inputs, other ones each time (TIMES=20)
+	ONECOPY_FUZZ=$(TIMES) $(BIN)/pytest -m "" tests/test_fuzz_*.py
+
+audit: $(AUDIT_VENV)/.installed ## known advisories of everything that is pinned; needs the network
+	$(AUDIT_VENV)/bin/python trials/audit.py
 
 test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
 	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py
@@ -129,6 +138,12 @@ $(INTEGRATIONS)/.installed: $(VENV)/.installed requirements/integrations.txt
 	    > "$$($(INTEGRATIONS)/bin/python $(SITE_PACKAGES))/tools.pth"
 	@$(BIN)/pip --python $(INTEGRATIONS)/bin/python install --quiet --disable-pip-version-check \
 	    --no-deps -r requirements/integrations.txt
+	@touch $@
+
+$(AUDIT_VENV)/.installed: requirements/audit.txt
+	@echo "setting up $(AUDIT_VENV)"
+	@$(PYTHON) -m venv $(AUDIT_VENV)
+	@$(AUDIT_VENV)/bin/$(PIP_INSTALL) --no-deps -r requirements/audit.txt
 	@touch $@
 
 $(TORCH_VENV)/.installed: requirements/dev.txt pyproject.toml

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import fuzzing
 import harness
 import pytest
 
@@ -35,6 +36,13 @@ def _thin_out(family: list[Any]) -> None:
         for item in sizes:
             if item is not sizes[-1 - number % len(sizes)]:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [r for group in terminalreporter.stats.values() for r in group]
+    line = fuzzing.summary([r for r in reports if hasattr(r, "user_properties")])
+    if line:
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish() -> None:

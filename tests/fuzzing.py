@@ -101,11 +101,12 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 
 def summary(reports: list[Any]) -> str | None:
     """One line for a session; None if nothing was fuzzed."""
-    counts = [value for r in reports for key, value in r.user_properties if key == COUNTS]
+    done = [r for r in reports if r.when == "teardown"]  # when a test has counted all
+    counts = [value for r in done for key, value in r.user_properties if key == COUNTS]
     if not counts:
         return None
     accepted, refused = (sum(column) for column in zip(*counts, strict=True))
-    wrong = sum(r.failed and "test_fuzz" in r.nodeid for r in reports)
+    wrong = sum(r.failed and "test_fuzz" in r.nodeid for r in reports)  # each stops at its first
     total = f"{accepted + refused + wrong:,} cases"
     return f"fuzz: {total}: {accepted:,} accepted, {refused:,} refused, {wrong:,} wrong"
 
