@@ -30,7 +30,7 @@ from onecopy.exchange import Exchange
 from onecopy.ledger import Ledger, Traffic
 from onecopy.neighbours import Loan, Neighbourhood, SharedMemory, find, worth_lending
 from onecopy.notes import notes_of, store_of
-from onecopy.waiting import keep_at_exit, keep_for_ever, wait_interruptibly
+from onecopy.waiting import keep_for_ever, wait_interruptibly
 
 _DEFAULT_PATIENCE = timedelta(minutes=30)
 _ADDRESSES_FROM = 1 << 20  # tags, apart from those of data
@@ -515,7 +515,6 @@ def _checked_group(process_group: Any) -> Any:
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
 # One private group per group of the user's, however many optimizers share it.
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-keep_at_exit(_private_groups)
 
 
 def _private_group(user_group: Any, device: torch.device) -> Any:

@@ -7,7 +7,6 @@ another one wait, and waits for that one on a lock, which a signal interrupts.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import queue
@@ -84,18 +83,8 @@ _kept: set[int] = set()
 
 
 def keep_for_ever(group: Any) -> None:
-    """Never destroy a process group in which something may be under way that will not end: gloo
-    would wait for it, and the interpreter with it."""
+    """Never destroy a process group in which something is under way that may not end: gloo waits
+    for it, and the interpreter with it."""
     if id(group) not in _kept:
         _kept.add(id(group))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def keep_at_exit(groups: Any) -> None:
-    """Do so with the values of this mapping when the interpreter exits."""
-
-    def keep() -> None:
-        for group in list(groups.values()):
-            keep_for_ever(group)
-
-    atexit.register(keep)

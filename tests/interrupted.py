@@ -8,6 +8,7 @@ or exits, too. The group's timeout is ten minutes: nobody may wait for that.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -108,13 +109,14 @@ def in_save() -> None:
 
 def caught() -> None:
     """The user catches it, tidies up and exits."""
-    optimizer = made()
+    optimizer = made(bucket_mb=FEW_BUCKETS)
     together()
     if RANK == 1:
         time.sleep(600)
     say("waiting")
     try:
         backward()
+        optimizer.step()
     except KeyboardInterrupt:
         try:
             optimizer.step()
@@ -123,6 +125,9 @@ def caught() -> None:
         optimizer.zero_grad()
         optimizer.detach()
         dist.destroy_process_group()
+        del optimizer
+        MODEL.zero_grad()
+        gc.collect()  # and nothing waits for what was under way
         say("tidy")
 
 
@@ -151,6 +156,18 @@ def exit_with_reduces_under_way() -> None:
     if RANK == 1:
         time.sleep(600)
     backward()
+
+
+def exit_with_reduces_of_ddp_under_way() -> None:
+    ddp = nn.parallel.DistributedDataParallel(MODEL)
+    optimizer = ZeroRedundancyOptimizer(MODEL.parameters(), torch.optim.AdamW, lr=0.1)
+    optimizer.attach(ddp)
+    globals()["kept"] = optimizer
+    together()
+    if RANK == 1:
+        time.sleep(600)
+    ddp.require_forward_param_sync = False  # DDP itself waits for nobody
+    ddp(torch.ones(2, 16)).sum().backward()
 
 
 def exit_by_an_exception() -> None:

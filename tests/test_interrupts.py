@@ -132,7 +132,13 @@ def test_exit_is_silent_while_a_trace_is_taken(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"rank-0.json", "rank-1.json"}
 
 
-@pytest.mark.parametrize("scenario", ["exit_with_reduces_under_way"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "exit_with_reduces_under_way",
+        pytest.param("exit_with_reduces_of_ddp_under_way", marks=SLOW),
+    ],
+)
 def test_exit_does_not_wait_for_a_rank_that_stays_away(scenario: str) -> None:
     with two_ranks(scenario) as ranks:
         assert ranks.end_of(0, PATIENCE + PROMPT) == (0, "end\n", "")
