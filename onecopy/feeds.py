@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from onecopy.agreement import RanksDisagree
 from onecopy.buffers import is_dense
 from onecopy.reducer import Reducer
 from onecopy.transport import Transport, average_as_ddp
@@ -295,7 +296,11 @@ class DDPFeed:
                 self._is_queued = True
             except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
                 self._is_queued = False
-            self._enter()
+            try:
+                self._enter()
+            except RanksDisagree:  # nothing has left, on any rank: there is nothing to finish
+                self._has_ended = True
+                raise
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
             self._reducer.begin()
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):

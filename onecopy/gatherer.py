@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch._compile import _disable_dynamo
 
 from onecopy.buffers import Copies, FlatHomes, Staging, flat_range, is_dense
 from onecopy.kinds import Kind
@@ -191,9 +192,14 @@ class Gatherer:
         for bucket in list(self._launched) if buckets is None else buckets:
             journey = self._launched.get(bucket)
             if journey is not None:
-                with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
-                    self._transfers[bucket].arrive(journey)
+                self._arrive(bucket, journey)
                 del self._launched[bucket]  # not before: a forward must not pass for lack of it
+
+    @_disable_dynamo
+    def _arrive(self, bucket: int, journey: Journey) -> None:
+        """Called by hooks on modules, which may be compiled: this is nothing to be traced."""
+        with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
+            self._transfers[bucket].arrive(journey)
 
     def forget(self) -> None:
         """What is under way will never arrive."""

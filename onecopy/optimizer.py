@@ -321,8 +321,9 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
     def _in_next_step(self) -> Iterator[None]:
         """Count a step, unless it raises before it has changed anything."""
         self._steps += 1
+        where = f"in step {self._steps}{self._mode}"
         try:
-            self._transport.enter(f"in step {self._steps}{self._mode}")
+            self._transport.enter(where)
             with self._condition.stepping(self._steps, len(self._plan.buckets)):
                 yield
         except BaseException as error:
@@ -331,7 +332,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             if refusal is not None:
                 self._transport.note(refusal, same_place=True)
             else:
-                self._transport.take_back(f"step {self._steps} raised {error!r}")
+                self._transport.take_back(f"{where} raised {type(error).__name__}: {error}")
                 self._steps -= 1
             raise
 

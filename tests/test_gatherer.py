@@ -15,7 +15,6 @@ from torch.optim import SGD, AdamW
 import onecopy.transport
 from onecopy import ZeroRedundancyOptimizer, gatherer
 from onecopy.gatherer import IN_FLIGHT, Transfer
-from onecopy.transport import Part
 
 LARGE = gatherer.WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
 
@@ -198,25 +197,21 @@ def test_no_more_gathers_are_in_flight_than_there_is_staging_for(world: World) -
     under_way: list[Any] = []
     most = 0
 
-    class Counted:
-        def __init__(self, pending: Any) -> None:
-            self.pending = pending
-            under_way.append(self)
+    start, arrive = Transfer.start, Transfer.arrive
 
-        def wait(self) -> None:
-            self.pending.wait()
-            under_way.remove(self)
-
-    share = optimizer._transport.share
-
-    def counting(parts: list[Part]) -> Any:
+    def counting_start(transfer: Transfer, transport: Any) -> Any:
         nonlocal most
-        pending = Counted(share(parts))
+        under_way.append(transfer)
         most = max(most, len(under_way))
-        return pending
+        return start(transfer, transport)
+
+    def counting_arrive(transfer: Transfer, journey: Any) -> None:
+        arrive(transfer, journey)
+        under_way.remove(transfer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer._transport, "share", counting)
+        patch.setattr(Transfer, "start", counting_start)
+        patch.setattr(Transfer, "arrive", counting_arrive)
         take_a_step(optimizer, params)
     assert most == IN_FLIGHT
     assert not under_way
