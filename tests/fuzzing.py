@@ -101,9 +101,8 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 
 def summary(reports: list[Any]) -> str | None:
     """One line for a session; None if nothing was fuzzed."""
-    done = [
-        r for r in reports if getattr(r, "when", None) == "teardown"
-    ]  # when a test has counted all
+    # When a test has counted all; not of tests that were left out.
+    done = [r for r in reports if getattr(r, "when", None) == "teardown"]
     counts = [value for r in done for key, value in r.user_properties if key == COUNTS]
     if not counts:
         return None

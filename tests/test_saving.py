@@ -214,7 +214,9 @@ def die_at(point: str, directory: Path) -> contextlib.AbstractContextManager[Any
         "data file synced": mock.patch("os.fsync", fatal(fsync, lambda *_: not drafted())),
         "draft synced": mock.patch("os.fsync", fatal(fsync, drafted)),
         "replaced": mock.patch.object(Path, "replace", fatal(Path.replace, lambda *_: True)),
-        "first removed": mock.patch.object(Path, "unlink", fatal(Path.unlink, lambda *_: True)),
+        "first removed": mock.patch.object(
+            Path, "unlink", fatal(Path.unlink, lambda path, *_: path.suffix == ".distcp")
+        ),
     }[point]
 
 
