@@ -525,14 +525,13 @@ def _private_group(user_group: Any, device: torch.device) -> Any:
         ranks = dist.get_process_group_ranks(user_group)
         options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         everybody = user_group is dist.group.WORLD
-        backends = set(_backends(user_group).values())
+        config = dist.get_backend_config(user_group)
+        backends = {entry.partition(":")[2] for entry in config.split(",")}
         with contextlib.nullcontext() if everybody else _under_a_new_name(user_group, device):
             group = dist.new_group(
                 ranks,
                 timeout=_timeout(user_group),
-                backend=backends.pop()
-                if len(backends) == 1
-                else dist.get_backend_config(user_group),
+                backend=backends.pop() if len(backends) == 1 else config,
                 use_local_synchronization=not everybody,
                 group_desc="onecopy",
                 **options,
