@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from onecopy.neighbours import SharedMemory
+from onecopy.lending import SharedMemory
 from onecopy.plan import Plan, Stream
 
 

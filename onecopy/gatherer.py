@@ -18,7 +18,8 @@ from torch._compile import _disable_dynamo
 from onecopy.buffers import Copies, FlatHomes, Staging, flat_range, is_dense
 from onecopy.kinds import Kind
 from onecopy.ledger import Phase
-from onecopy.neighbours import Loan, SharedMemory
+from onecopy.lending import SharedMemory
+from onecopy.neighbours import Loan
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Part, Pending, Transport
 
@@ -47,11 +48,9 @@ class Transfer:
         if self.slots is not None:
             return Journey(transport.all_gather_slots(self.slots))
         loans, borrowing = transport.borrow([each.lender for each in self.borrowings], _TAG)
-        under_way = [borrowing]
         if self.lending is not None:
-            under_way.append(self.lending.start(transport))
-        under_way.append(transport.share(self.parts))
-        return Journey(Pending.together(under_way), loans)
+            self.lending.start(transport)
+        return Journey(Pending.together([borrowing, transport.share(self.parts)]), loans)
 
     def arrive(self, journey: Journey) -> None:
         """Wait, and bring everything to its place."""
@@ -78,11 +77,11 @@ class Lending:
     part: torch.Tensor
     copies: Copies  # the pieces, one after the other
 
-    def start(self, transport: Transport) -> Pending:
+    def start(self, transport: Transport) -> None:
         transport.wait_until_read(self.memory)
         self.copies.run()
         readers = [rank for rank in transport.others if rank in transport.neighbours]
-        return transport.lend(self.memory, dict.fromkeys(readers, self.part), _TAG)
+        transport.lend(self.memory, dict.fromkeys(readers, self.part), _TAG)
 
 
 @dataclass(slots=True)
@@ -95,7 +94,7 @@ class Borrowing:
     _copies: Copies = field(default_factory=Copies)  # ... what is copied: mostly that of last time
 
     def read(self, loan: Loan) -> None:
-        at = loan.address()
+        at = loan.address
         place = at.fd, at.generation, at.start
         if place != self._from:
             lent = loan.tensor(self.pieces[0].dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.buffers import Copies, Staging, flat_range, is_dense
-from onecopy.neighbours import SharedMemory
+from onecopy.lending import SharedMemory
 from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Transport

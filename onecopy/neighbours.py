@@ -1,144 +1,86 @@
-"""Ranks on the same host, and memory that they can read of one another.
+"""Ranks on the same host, which read large data in one another's memory.
 
 gloo carries everything through TCP, also between two processes of one machine, where the kernel
-then copies each byte twice and does the work of a network besides. Neighbours send *where* the data
-is instead of the data::
-
-    lender    fill memory -- "it is at this address" --> reader    read it in place, or copy it
-              wait until it was read, before it is filled again  <-- note the ticket as read
-
-The memory is anonymous (``memfd``): it has no name that others could guess, nothing is left behind
-when a process is killed, and a reader's mapping stays valid when the lender is gone. It begins with
-one number for each rank: the last ticket whose data that rank has read. A reader opens the memory
-through ``/proc``, which the kernel admits for processes of the same user.
+then copies each byte twice and does the work of a network besides. Neighbours say *where* the data
+is instead of sending it (``lending.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import itertools
 import os
 import select
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-# Below this a message through gloo costs less than the two that lending takes.
-WORTH_LENDING = 64 * 1024
-_ALIGNMENT = 64
-_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+from onecopy import semaphores
+from onecopy.lending import (
+    Address,
+    Borrowed,
+    Desk,
+    Inbox,
+    Outbox,
+    SharedMemory,
+    memory_of,
+)
 
-_generations = itertools.count(1)
+# Below this a message through gloo costs no more than lending.
+WORTH_LENDING = 64 * 1024
+_AT_FIRST, _LATER = 0.05, 0.2  # seconds to wait before looking for what may have gone wrong
+_LINGERING = 5.0  # seconds, at most, that an ending process waits for its readers
 
 
 def worth_lending(numbytes: int) -> bool:
     return numbytes >= WORTH_LENDING
 
 
-class Address(NamedTuple):
-    """Where lent data is. Travels as a message of numbers."""
-
-    fd: int  # of the memory, in the lender's process
-    generation: int  # of the memory: others may have had the descriptor before
-    start: int  # in bytes
-    stop: int
-    ticket: int  # to be noted when it was read
-
-
-class SharedMemory:
-    """Memory of this process that neighbours can map. It starts with zeros."""
-
-    def __init__(self, numbytes: int, world_size: int) -> None:
-        head = _rounded_up(8 * world_size)
-        size = head + max(numbytes, 1)
-        self._fd = os.memfd_create("onecopy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, size)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        memory = _mapped(f"/proc/self/fd/{self._fd}", size)
-        self._read = memory[: 8 * world_size].view(torch.int64)  # the last ticket, by reader
-        self.data = memory[head : head + numbytes]
-        self._generation = next(_generations)
-        self._ticket = 0
-        self._readers: Sequence[int] = ()
-
-    @property
-    def fd(self) -> int:
-        return self._fd
-
-    def lend(self, readers: Sequence[int]) -> None:
-        """The data is complete; the readers will note when they have read it."""
-        self._ticket += 1
-        self._readers = readers
-
-    def address(self, data: torch.Tensor) -> Address:
-        """Of a part of the data, for a reader."""
-        start = data.data_ptr() - self.data.data_ptr()
-        return Address(self._fd, self._generation, start, start + data.nbytes, self._ticket)
-
-    def unread(self) -> list[int]:
-        """The readers that have not read what was lent last."""
-        if not self._readers:
-            return []
-        read = self._read.tolist()
-        return [reader for reader in self._readers if read[reader] < self._ticket]
-
-
-@dataclass(frozen=True, slots=True)
-class Borrowed:
-    """Memory of a neighbour, mapped."""
-
-    generation: int
-    read: torch.Tensor
-    data: torch.Tensor
-
-
 @dataclass(slots=True, eq=False)
 class Loan:
-    """Data that a neighbour lends: where it is arrives as a message, and then it can be read."""
+    """Data that a neighbour lends: a letter says where it is, and then it can be read."""
 
     neighbourhood: Neighbourhood
     lender: int
-    message: torch.Tensor = field(default_factory=lambda: torch.empty(5, dtype=torch.int64))
+    letter: tuple[int, int]  # by which it is found
+    address: Address = field(init=False)  # once it has arrived
+    memory: Borrowed = field(init=False)
 
-    def address(self) -> Address:
-        """Once the message is here."""
-        return Address(*self.message.tolist())
+    def arrive(self, patience: float) -> None:
+        """Wait until the data can be read."""
+        self.address = self.neighbourhood.find(self, patience)
+        self.memory = self.neighbourhood.map(self.lender, self.address)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The data, in the lender's memory: not to be written to."""
-        at = self.address()
-        return self.memory().data[at.start : at.stop].view(dtype)
+        return self.memory.data[self.address.start : self.address.stop].view(dtype)
 
     def give_back(self) -> None:
         """It was read: the lender may write there again."""
-        self.memory().read[self.neighbourhood.rank] = self.address().ticket
-
-    def memory(self) -> Borrowed:
-        at = self.address()
-        return self.neighbourhood.borrow(self.lender, at.fd, at.generation)
+        self.memory.give_back(self.neighbourhood.rank, self.address.ticket)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Neighbourhood:
     """The ranks on this host, by their process; this one is not among them."""
 
     rank: int
     world_size: int
-    pids: dict[int, int] = field(default_factory=dict)
+    pids: Mapping[int, int] = field(default_factory=dict)
+    _outboxes: Mapping[int, Outbox] = field(default_factory=dict)
+    _inboxes: Mapping[int, Inbox] = field(default_factory=dict)
     _borrowed: dict[tuple[int, int], Borrowed] = field(default_factory=dict)
     # What was lent is kept until it was read, also if its owner has let go of it.
     _lent: set[SharedMemory] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _linger, self._lent, self.pids)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.pids
@@ -146,40 +88,107 @@ class Neighbourhood:
     def __len__(self) -> int:
         return len(self.pids)
 
-    def borrow(self, lender: int, fd: int, generation: int) -> Borrowed:
+    def lend(
+        self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int, patience: float
+    ) -> None:
+        """Tell the readers, by rank, which part of the memory is for them."""
+        memory.lend(list(parts))
+        self._lent.add(memory)
+        for reader, part in parts.items():
+            address = memory.address(part)
+            box = self._outboxes[reader]
+
+            def written(seconds: float, box: Outbox = box, address: Address = address) -> bool:
+                for inbox in self._inboxes.values():
+                    inbox.make_room()  # the reader may itself wait for room
+                return box.write(tag, address, seconds)
+
+            if not box.write(tag, address, 0):
+                self._wait(written, [reader], patience, "takes no more letters")
+
+    def borrow(self, lender: int, tag: int) -> Loan:
+        """What the lender's next ``lend`` with this tag will tell."""
+        return Loan(self, lender, self._inboxes[lender].expect(tag))
+
+    def find(self, loan: Loan, patience: float) -> Address:
+        """Where the data is; waits for the letter."""
+        inbox = self._inboxes[loan.lender]
+        found = inbox.find(loan.letter, 0)
+        if found is None:
+            letters: list[Address] = []
+
+            def arrived(seconds: float) -> bool:
+                letter = inbox.find(loan.letter, seconds)
+                letters.extend([] if letter is None else [letter])
+                return letter is not None
+
+            self._wait(arrived, [loan.lender], patience, "has not lent what it should")
+            (found,) = letters
+        return found
+
+    def map(self, lender: int, at: Address) -> Borrowed:
         """The memory of a neighbour, mapped when it is met for the first time."""
-        known = self._borrowed.get((lender, fd))
-        if known is None or known.generation != generation:
+        known = self._borrowed.get((lender, at.fd))
+        if known is None or known.generation != at.generation:
             try:
-                known = _map(self.pids[lender], fd, generation, self.world_size)
+                memory = memory_of(self.pids[lender], at.fd)
             except OSError as error:
                 raise RuntimeError(f"the memory of rank {lender} is gone") from error
-            self._borrowed[lender, fd] = known
+            known = Borrowed(memory, at.generation, self.world_size)
+            self._borrowed[lender, at.fd] = known
         return known
 
-    def lend(self, memory: SharedMemory, readers: Sequence[int]) -> None:
-        memory.lend(readers)
-        self._lent.add(memory)
+    def wait_until_read(self, memory: SharedMemory, patience: float) -> None:
+        """Until all readers of what was lent before have read it; at once, nearly always."""
+        if not memory.wait_until_read(0):
+            what = "has not read what was lent to it"
+            self._wait(memory.wait_until_read, memory.unread(), patience, what)
+
+    def _wait(
+        self,
+        is_done: Callable[[float], bool],
+        ranks: Sequence[int],
+        patience: float,
+        complaint: str,
+    ) -> None:
+        """For ranks of which none may end before. ``is_done`` waits so many seconds itself."""
+        if is_done(_AT_FIRST):
+            return
+        deadline = time.monotonic() + patience
+        with contextlib.ExitStack() as stack:
+            have_ended = _ends_of([self.pids[rank] for rank in ranks], stack)
+            while not is_done(_LATER):
+                over = have_ended() or time.monotonic() > deadline
+                if over and not is_done(0):  # what they did before they ended counts
+                    raise RuntimeError(f"one of the ranks {list(ranks)} {complaint}")
+                if over:
+                    return
 
     def forget(self) -> None:
         """Let go of what is no longer used; what is met again will be mapped again."""
         self._borrowed.clear()
-        self._lent = {memory for memory in self._lent if memory.unread()}
+        self._lent.difference_update([memory for memory in self._lent if not memory.unread()])
 
-    def wait_until_read(self, memory: SharedMemory, patience: float) -> None:
-        """Until all readers of what was lent last have read it; at once, nearly always."""
-        unread = memory.unread()
-        if not unread:
-            return
-        deadline, nap = time.monotonic() + patience, _SHORTEST_NAP
-        with contextlib.ExitStack() as stack:
-            ended = _ends_of([self.pids[rank] for rank in unread], stack)
-            while unread:
-                if ended() or time.monotonic() > deadline:
-                    raise RuntimeError(f"ranks {unread} have not read what was lent to them")
-                time.sleep(nap)
-                nap = min(1.5 * nap, _LONGEST_NAP)
-                unread = memory.unread()
+    def abandon(self) -> None:
+        """Nobody will read what was lent."""
+        self._lent.clear()
+
+
+def _linger(lent: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
+    """Memory that a reader has not mapped yet vanishes with the process, or with its group: give
+    the reader a moment."""
+    until = time.monotonic() + _LINGERING
+    with contextlib.ExitStack() as stack:
+        have_ended = None
+        for memory in lent:
+            while memory.unmapped() and time.monotonic() < until:
+                have_ended = have_ended or _ends_of(pids.values(), stack)
+                if have_ended():
+                    return
+                time.sleep(0.001)
+
+
+# -------------------------------------------------------------------------- who is one
 
 
 def find(rank: int, everybody: Callable[[bytes], list[bytes]], world_size: int) -> Neighbourhood:
@@ -192,20 +201,49 @@ def find(rank: int, everybody: Callable[[bytes], list[bytes]], world_size: int) 
     said = everybody(struct.pack(_ABOUT, host, os.getpid(), fd))
     hosts, pids, fds = zip(*(struct.unpack(_ABOUT, each) for each in said), strict=True)
     same = [other for other in range(world_size) if hosts[other] == host]
-    reads_all = all(_can_read(pids[other], fds[other], world_size) for other in same)
-    can_read = everybody(bytes([reads_all]))
-    if any(can_read[other] == b"\0" for other in same):
-        same = [rank]
-    return Neighbourhood(rank, world_size, {r: pids[r] for r in same if r != rank})
+    with contextlib.ExitStack() as closing:
+        desk = _desk(len(same), closing)
+        reads_all = all(_can_read(pids[other], fds[other], world_size) for other in same)
+        desks = everybody(struct.pack(_DESK, desk.fd if desk is not None and reads_all else -1))
+        boxes = _inboxes(same.index(rank), {r: (pids[r], desks[r]) for r in same if r != rank})
+        # Collective also in that the desks stay open until all have looked.
+        have_all = everybody(bytes([desk is not None and boxes is not None]))
+    if desk is None or boxes is None or any(have_all[other] == b"\0" for other in same):
+        return Neighbourhood(rank, world_size)
+    outboxes = {other: desk.outboxes[same.index(other)] for other in boxes}
+    return Neighbourhood(rank, world_size, {r: pids[r] for r in boxes}, outboxes, boxes)
+
+
+def _desk(boxes: int, closing: contextlib.ExitStack) -> Desk | None:
+    try:
+        desk = Desk.make(boxes)
+    except (OSError, RuntimeError, AttributeError):  # no such memory here
+        return None
+    closing.callback(os.close, desk.fd)
+    return desk
+
+
+def _inboxes(mine: int, desks: Mapping[int, tuple[int, bytes]]) -> dict[int, Inbox] | None:
+    """This rank's boxes at the others' desks, if all are there."""
+    try:
+        return {
+            rank: Desk.inbox(memory_of(pid, *struct.unpack(_DESK, desk)), mine)
+            for rank, (pid, desk) in desks.items()
+        }
+    except (OSError, RuntimeError):
+        return None
 
 
 _ABOUT = "16sqq"  # a rank: its host, its process, the file descriptor of its probe
+_DESK = "q"  # the file descriptor of its desk; -1 if it cannot read the others' memory
 _SECRET = b"onecopy memory\0\0"
 
 
 def _probe(world_size: int) -> SharedMemory | None:
     """Memory by which others find out whether they can read it."""
-    if os.environ.get("ONECOPY_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
+    if os.environ.get("ONECOPY_SHARED_MEMORY") == "0":
+        return None
+    if not (hasattr(os, "memfd_create") and semaphores.are_available()):
         return None
     try:
         memory = SharedMemory(len(_SECRET), world_size)
@@ -217,7 +255,7 @@ def _probe(world_size: int) -> SharedMemory | None:
 
 def _can_read(pid: int, fd: int, world_size: int) -> bool:
     try:
-        found = _map(pid, fd, 0, world_size).data
+        found = Borrowed(memory_of(pid, fd), 0, world_size).data
         os.close(os.pidfd_open(pid))
     except (OSError, RuntimeError):
         return False
@@ -229,17 +267,6 @@ def _host() -> bytes:
     spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(repr((boot, *spaces)).encode()).digest()[:16]
-
-
-def _map(pid: int, fd: int, generation: int, world_size: int) -> Borrowed:
-    path = f"/proc/{pid}/fd/{fd}"
-    memory = _mapped(path, os.stat(path).st_size)
-    head = _rounded_up(8 * world_size)
-    return Borrowed(generation, memory[: 8 * world_size].view(torch.int64), memory[head:])
-
-
-def _mapped(path: str, size: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 def _ends_of(pids: Iterable[int], stack: contextlib.ExitStack) -> Callable[[], bool]:
@@ -255,7 +282,3 @@ def _ends_of(pids: Iterable[int], stack: contextlib.ExitStack) -> Callable[[], b
         stack.callback(os.close, fd)
         watch.register(fd, select.POLLIN)
     return lambda: bool(watch.poll(0))
-
-
-def _rounded_up(numbytes: int) -> int:
-    return -(-numbytes // _ALIGNMENT) * _ALIGNMENT

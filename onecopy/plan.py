@@ -288,11 +288,11 @@ def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25
 def suitable_bucket_mb(numbytes: int) -> float:
     """For parameters of so many bytes.
 
-    25 MiB, enough for any wire; but at least 16 buckets, so that the first and the last one, which
+    25 MiB, enough for any wire; but at least 32 buckets, so that the first and the last one, which
     hide behind nothing, are a small part of small models, and so is the memory they pass through.
-    Below 4 MiB a bucket costs more messages than that is worth.
+    Below 1 MiB a bucket costs more messages than that is worth.
     """
-    return min(25.0, max(4.0, numbytes / 16 / 2**20))
+    return min(25.0, max(1.0, numbytes / 32 / 2**20))
 
 
 def _extend(plan: Plan, specs: Sequence[ParamSpec]) -> Plan:

@@ -352,26 +352,19 @@ class Reducer:
             pending = self._transport.reduce_slots(lane.outgoing, lane.incoming)
             return _Flight(lane, [lane.incoming], pending)
         tag = _TAGS_FROM + lane.bucket
-        loans, *under_way = self._lend_and_borrow(lane, outgoing, tag)
+        borrowed, borrowing = self._transport.borrow(lane.lenders, tag)
+        loans = {loan.lender: loan for loan in borrowed}
+        if lane.memory is not None:
+            parts = {reader: outgoing[reader] for reader in lane.readers}
+            self._transport.lend(lane.memory, parts, tag)
         each, empty = lane.slot.numel(), lane.incoming[:0]
         slots = (lane.incoming[i * each : (i + 1) * each] for i in range(world))
         incoming = [empty if r in (rank, *lane.lenders) else next(slots) for r in range(world)]
         sent = [empty if r in lane.readers else part for r, part in enumerate(outgoing)]
-        under_way.append(self._transport.exchange_parts(sent, incoming, tag))
+        exchange = self._transport.exchange_parts(sent, incoming, tag)
         incoming[rank] = outgoing[rank]
         contributions = [loans.get(r, part) for r, part in enumerate(incoming)]
-        return _Flight(lane, contributions, Pending.together(under_way))
-
-    def _lend_and_borrow(
-        self, lane: Lane, outgoing: Sequence[torch.Tensor], tag: int
-    ) -> tuple[dict[int, Loan], Pending, Pending]:
-        """What goes from one neighbour's memory to the other's."""
-        loans, borrowing = self._transport.borrow(lane.lenders, tag)
-        lending = self._transport.nothing()
-        if lane.memory is not None:
-            parts = {reader: outgoing[reader] for reader in lane.readers}
-            lending = self._transport.lend(lane.memory, parts, tag)
-        return {loan.lender: loan for loan in loans}, borrowing, lending
+        return _Flight(lane, contributions, Pending.together([borrowing, exchange]))
 
     def _land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""

@@ -27,13 +27,16 @@ import torch.distributed as dist
 
 from onecopy.agreement import RanksDisagree, require_agreement
 from onecopy.exchange import Exchange
+from onecopy.groups import backends, checked_group, private_group, timeout
 from onecopy.ledger import Ledger, Traffic
-from onecopy.neighbours import Loan, Neighbourhood, SharedMemory, find, worth_lending
+from onecopy.lending import SharedMemory
+from onecopy.neighbours import Loan, Neighbourhood, find, worth_lending
 from onecopy.notes import notes_of, store_of
 from onecopy.waiting import keep_for_ever, wait_interruptibly
 
+# Who is on the same host, by group: found once, by all ranks together.
+_neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
 _DEFAULT_PATIENCE = timedelta(minutes=30)
-_ADDRESSES_FROM = 1 << 20  # tags, apart from those of data
 
 
 class Part(NamedTuple):
@@ -72,15 +75,8 @@ class Pending:
         self._transport.wait_for(self._works)
         with self._transport.naming_absentees():
             for loan in self._loans:
-                loan.memory()  # mapped now, because it fails if the lender is gone
+                loan.arrive(self._transport._patience)
         self._works = self._tensors = self._loans = ()
-
-
-class WrongProcessGroup(TypeError, AttributeError):
-    """``process_group`` is no process group.
-
-    A TypeError by its nature; also an AttributeError because that is what torch's class raises.
-    """
 
 
 class Transport:
@@ -88,8 +84,8 @@ class Transport:
 
     def __init__(self, process_group: Any = None, device: torch.device | None = None) -> None:
         """``device`` is where the parameters are, for small messages that the CPU cannot carry."""
-        self.user_group = _checked_group(process_group)
-        self._backends = _backends(self.user_group)
+        self.user_group = checked_group(process_group)
+        self._backends = backends(self.user_group)
         # Where small messages live: the CPU if the backend serves it.
         cpu = torch.device("cpu")
         self.control_device = cpu if device is None or "cpu" in self._backends else device
@@ -102,11 +98,18 @@ class Transport:
         self.compares_phases = False  # ONECOPY_CHECK=step
         self.note("building an optimizer")
         self._group = self.user_group
+        self.neighbours = Neighbourhood(self.rank, self.world_size)
         with self.naming_absentees():
-            self._group = _private_group(self.user_group, self.control_device)
+            self._group = private_group(self.user_group, self._greatest_of_user_group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.neighbours = self._find_neighbours()
         weakref.finalize(self, self.neighbours.forget)
+
+    def _greatest_of_user_group(self, value: int) -> int:
+        """Before there is a group of our own."""
+        number = torch.tensor([value], device=self.control_device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.user_group)
+        return int(number)
 
     # ------------------------------------------------------------------ who was where
 
@@ -184,6 +187,7 @@ class Transport:
 
     def _give_up(self, reason: str) -> None:
         self._notes.failure = reason
+        self.neighbours.abandon()
         keep_for_ever(self._group)
 
     def wait_for(self, works: Sequence[Any]) -> None:
@@ -203,7 +207,7 @@ class Transport:
     @property
     def _patience(self) -> float:
         """Seconds that a collective waits."""
-        return (_timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
+        return (timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
 
     # ------------------------------------------------------------------ ranks on the same host
 
@@ -228,38 +232,17 @@ class Transport:
         with self.naming_absentees():
             self.neighbours.wait_until_read(memory, self._patience)
 
-    def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> Pending:
+    def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> None:
         """Tell the readers, by rank, which part of the memory is for them."""
-        self.neighbours.lend(memory, list(parts))
-        messages = [torch.tensor(memory.address(part)) for part in parts.values()]
         for part in parts.values():
             self.traffic.add(part)
         with self.naming_absentees():
-            works = [
-                dist.isend(
-                    message,
-                    self._global_ranks[reader],
-                    group=self._group,
-                    tag=_ADDRESSES_FROM + tag,
-                )
-                for reader, message in zip(parts, messages, strict=True)
-            ]
-        return Pending(self, works, messages)
+            self.neighbours.lend(memory, parts, tag, self._patience)
 
     def borrow(self, lenders: Iterable[int], tag: int) -> tuple[list[Loan], Pending]:
         """What these ranks lend with ``lend``; to be read after waiting, and then given back."""
-        loans = [Loan(self.neighbours, lender) for lender in lenders]
-        with self.naming_absentees():
-            works = [
-                dist.irecv(
-                    loan.message,
-                    self._global_ranks[loan.lender],
-                    group=self._group,
-                    tag=_ADDRESSES_FROM + tag,
-                )
-                for loan in loans
-            ]
-        return loans, Pending(self, works, (), loans)
+        loans = [self.neighbours.borrow(lender, tag) for lender in lenders]
+        return loans, Pending(self, (), (), loans)
 
     # ------------------------------------------------------------------ parameters
 
@@ -483,104 +466,3 @@ _all_gather_single: Callable[..., Any] = (
 _reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-
-
-# -------------------------------------------------------------------------- process groups
-
-
-def _checked_group(process_group: Any) -> Any:
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "no process group is initialised: call torch.distributed.init_process_group(...) "
-            "before building the optimizer"
-        )
-    if process_group is None:
-        return dist.group.WORLD
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"global rank {dist.get_rank()} is not a member of process_group: build the optimizer "
-            "only on the ranks of the group"
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise WrongProcessGroup(
-            f"process_group must be a torch.distributed.ProcessGroup or None, "
-            f"got {type(process_group).__name__}"
-        )
-    if dist.get_rank(process_group) < 0:
-        raise ValueError(f"global rank {dist.get_rank()} is not a member of process_group")
-    return process_group
-
-
-# Who is on the same host, by group: found once, by all ranks together.
-_neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
-# One private group per group of the user's, however many optimizers share it.
-_private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _private_group(user_group: Any, device: torch.device) -> Any:
-    if dist.get_world_size(user_group) == 1:
-        return user_group
-    group = _private_groups.get(user_group)
-    if group is None:
-        ranks = dist.get_process_group_ranks(user_group)
-        options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        everybody = user_group is dist.group.WORLD
-        config = dist.get_backend_config(user_group)
-        backends = {entry.partition(":")[2] for entry in config.split(",")}
-        with contextlib.nullcontext() if everybody else _under_a_new_name(user_group, device):
-            group = dist.new_group(
-                ranks,
-                timeout=_timeout(user_group),
-                backend=backends.pop() if len(backends) == 1 else config,
-                use_local_synchronization=not everybody,
-                group_desc="onecopy",
-                **options,
-            )
-        _private_groups[user_group] = group
-        weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
-    return group
-
-
-def _destroy(reference: weakref.ref[Any]) -> None:
-    """The user has destroyed a group: ours goes with it."""
-    group = reference()
-    if group is not None and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
-
-
-_counts_used = [0]  # numbers of groups under which private groups were named
-
-
-@contextlib.contextmanager
-def _under_a_new_name(user_group: Any, device: torch.device) -> Iterator[None]:
-    """Let the group that is made in this context have the same name on all members, and a new one.
-
-    Why: only the members of a subgroup are here, so its private group is made without the others,
-    and torch names such a group by its ranks and by the number of groups that the process has. A
-    member that is in fewer groups would look for its peers under another name, until the timeout;
-    and after groups were destroyed, a name would come up again.
-    """
-    names: Any = dist.distributed_c10d._world.pg_names
-    count = torch.tensor([max(len(names), _counts_used[0] + 1)], device=device)
-    dist.all_reduce(count, dist.ReduceOp.MAX, group=user_group)
-    _counts_used[0] = int(count)
-    fillers = {object(): f"onecopy {number}" for number in range(int(count) - len(names))}
-    names.update(fillers)
-    try:
-        yield
-    finally:
-        for filler in fillers:
-            del names[filler]
-
-
-def _timeout(group: Any) -> timedelta | None:
-    """The group's own timeout; None, torch's default, where the backend does not tell."""
-    device = torch.device(next(iter(_backends(group))))
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def _backends(group: Any) -> dict[str, str]:
-    """Backend by device type, for example {"cpu": "gloo", "cuda": "nccl"}."""
-    config = dist.get_backend_config(group)
-    return dict(entry.split(":", 1) for entry in config.split(","))

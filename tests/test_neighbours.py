@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import threading
 import time
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch.optim import SGD, AdamW
 
 import onecopy.neighbours
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.neighbours import SharedMemory
+from onecopy.lending import Address, Borrowed, Desk, Inbox, Outbox, SharedMemory, memory_of
+from onecopy.semaphores import Semaphore
 from onecopy.transport import Transport
 
 BUCKET_MB = 128 / 2**20
@@ -67,10 +70,82 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
     assert memory.unread() == []
     memory.lend([1, 3])
     assert memory.unread() == [1, 3]
-    memory._read[3] = memory.address(memory.data).ticket
-    assert memory.unread() == [1]
+    assert not memory.wait_until_read(0)
+    ticket = memory.address(memory.data).ticket
+    other = Borrowed(memory_of(os.getpid(), memory.fd), 1, world_size=4)
+    other.give_back(3, ticket)
+    assert memory.unread() == memory.unmapped() == [1]
+    assert not memory.wait_until_read(0)
+    other.give_back(1, ticket)
+    assert memory.unread() == []
+    assert memory.wait_until_read(0)
     memory.lend([3])
     assert memory.unread() == [3]
+    assert memory.unmapped() == []  # it has read before, and what is mapped stays
+
+
+# ------------------------------------------------------------------ letters, without processes
+
+
+def boxes() -> tuple[Outbox, Inbox]:
+    """Both ends of a box, in this process."""
+    desk = Desk.make(3)
+    inbox = Desk.inbox(memory_of(os.getpid(), desk.fd), 2)
+    os.close(desk.fd)
+    return desk.outboxes[2], inbox
+
+
+def test_letters_with_a_tag_are_meant_in_the_order_in_which_they_were_written() -> None:
+    outbox, inbox = boxes()
+    first, second, other = inbox.expect(7), inbox.expect(7), inbox.expect(8)
+    for tag, number in ((7, 1), (8, 2), (7, 3)):
+        assert outbox.write(tag, Address(number, 0, 0, 0, 0), 0)
+    assert inbox.find(second, 0) == Address(3, 0, 0, 0, 0)
+    assert inbox.find(other, 0) == Address(2, 0, 0, 0, 0)
+    assert inbox.find(first, 0) == Address(1, 0, 0, 0, 0)
+
+
+def test_a_letter_that_was_not_written_is_not_found() -> None:
+    outbox, inbox = boxes()
+    letter = inbox.expect(1)
+    assert inbox.find(letter, 0.01) is None
+    outbox.write(2, Address(1, 2, 3, 4, 5), 0)
+    assert inbox.find(letter, 0.01) is None
+    outbox.write(1, Address(5, 4, 3, 2, 1), 0)
+    assert inbox.find(letter, 0) == Address(5, 4, 3, 2, 1)
+
+
+def test_a_full_box_takes_no_more_until_letters_were_taken() -> None:
+    outbox, inbox = boxes()
+    written = 0
+    while outbox.write(0, Address(written, 0, 0, 0, 0), 0):
+        written += 1
+    assert written >= 1000
+    inbox.make_room()
+    for more in range(written, 3 * written):  # the ring is used again and again
+        assert outbox.write(0, Address(more, 0, 0, 0, 0), 0)
+        inbox.make_room()
+    letters = [inbox.expect(0) for _ in range(3 * written)]
+    found = [inbox.find(letter, 0) for letter in letters]
+    assert [letter and letter.fd for letter in found] == list(range(3 * written))
+
+
+def test_a_wait_for_a_semaphore_ends_with_its_time_and_with_a_signal() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    semaphore = Semaphore.make(memory)
+    start = time.monotonic()
+    assert not semaphore.wait(0.05)
+    assert 0.04 < time.monotonic() - start < 5
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        assert not semaphore.wait(30)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - start < 20
+    semaphore.post()
+    assert semaphore.wait(0)
+    assert not semaphore.take()
 
 
 # ------------------------------------------------------------------ who is one
@@ -202,6 +277,51 @@ def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> 
     assert (open_files(), mappings()) == before
 
 
+@distributed(2, 3)
+def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
+    world: World,
+) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(8)
+    loans = []
+    for _ in range(1500):
+        lent, pending = transport.borrow(transport.others, 5)
+        loans.append((lent, pending))
+        transport.lend(memory, dict.fromkeys(transport.others, memory.data), 5)
+    for lent, pending in loans:
+        pending.wait()
+        for loan in lent:
+            loan.give_back()
+    transport.wait_until_read(memory)
+    assert memory.unread() == []
+
+
+def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
+    memory = SharedMemory(100, world_size=2)
+    memory.lend([1])
+    reader = Borrowed(memory_of(os.getpid(), memory.fd), 1, world_size=2)
+    thread = threading.Timer(0.2, reader.give_back, (1, 1))
+    thread.start()
+    start = time.monotonic()
+    onecopy.neighbours._linger({memory}, {1: os.getpid()})
+    assert 0.1 < time.monotonic() - start < 4
+    memory.lend([1])  # it has mapped the memory, and needs nobody any more
+    start = time.monotonic()
+    onecopy.neighbours._linger({memory}, {1: os.getpid()})
+    assert time.monotonic() - start < 1
+    thread.join()
+
+
+def test_nobody_lingers_for_a_reader_that_has_ended() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    memory = SharedMemory(100, world_size=2)
+    memory.lend([1])
+    start = time.monotonic()
+    onecopy.neighbours._linger({memory}, {1: ended.pid})
+    assert time.monotonic() - start < 1
+
+
 # ------------------------------------------------------------------ neighbours that are lost
 
 
@@ -212,7 +332,7 @@ def test_a_neighbour_that_is_killed_before_it_has_read_is_noticed_at_once(world:
     dist.barrier()
     if world.rank == 1:
         os._exit(0)
-    transport.neighbours.lend(memory, [1])
+    transport.lend(memory, {1: memory.data}, 0)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="a collective failed"):
         transport.wait_until_read(memory)
@@ -224,7 +344,7 @@ def test_a_neighbour_that_never_reads_ends_in_the_timeout(world: World) -> None:
     transport = Transport()
     memory = transport.memory_to_lend(100)
     if world.rank == 0:
-        transport.neighbours.lend(memory, [1])
+        transport.lend(memory, {1: memory.data}, 0)
         with pytest.raises(RuntimeError, match="a collective failed"):
             transport.wait_until_read(memory)
 
@@ -234,7 +354,7 @@ def test_waiting_for_readers_can_be_interrupted(world: World) -> None:
     transport = Transport()
     memory = transport.memory_to_lend(100)
     if world.rank == 0:
-        transport.neighbours.lend(memory, [1])
+        transport.lend(memory, {1: memory.data}, 0)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):

@@ -751,7 +751,7 @@ def test_all_gather_and_broadcasts_of_other_backends_are_bit_equal(
 
     with pytest.MonkeyPatch.context() as patch:
         # gloo under another name is treated as any backend that we do not know.
-        patch.setattr(onecopy.transport, "_backends", lambda _: {"cpu": "another"})
+        patch.setattr(onecopy.transport, "backends", lambda _: {"cpu": "another"})
         patch.setattr(onecopy.transport, "_all_gather_single", noted("all_gather", all_gather))
         patch.setattr(dist, "broadcast", noted("broadcast", broadcast))
         for model in (Mlp(), Mlp(width=16), MixedNet(), TiedNet(), ConvNet()):

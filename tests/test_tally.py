@@ -18,7 +18,8 @@ from onecopy.buffers import FlatHomes
 from onecopy.demand import GatherStaging, ReduceStaging, Ways
 from onecopy.gatherer import WORTH_ITS_OWN_MESSAGE, Gatherer
 from onecopy.kinds import Kind
-from onecopy.neighbours import Neighbourhood, SharedMemory
+from onecopy.lending import SharedMemory
+from onecopy.neighbours import Neighbourhood
 from onecopy.plan import ParamSpec, Plan, make_plan
 from onecopy.reducer import Reducer
 from onecopy.tally import imbalance, slot_elements, tally

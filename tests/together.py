@@ -24,7 +24,7 @@ from torch.nn import Linear, Module, Parameter, Sequential
 from torch.optim import SGD
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.transport import _private_groups
+from onecopy.groups import _private_groups
 
 PATIENCE = 60.0  # seconds, the timeout of groups in which a difference is found at once
 SOON = 30.0  # well before that, however busy the machine is
