@@ -48,7 +48,7 @@ class Lane:
     incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
     lenders: tuple[int, ...] = ()  # ranks in whose memory this one reads what they contribute
     readers: tuple[int, ...] = ()  # ranks that do so in this one's memory
-    memory: SharedMemory | None = None  # of the outgoing staging, for them
+    memory: SharedMemory | None = None  # of the outgoing staging, if neighbours can read it
     places: tuple[Place, ...] = ()
 
     @classmethod
@@ -101,7 +101,7 @@ class Lane:
         """Take staging, for which demands were made before."""
         self.outgoing = outgoing.reserve(self.bucket, self.numel, self.wire)
         self.incoming = incoming.reserve(self.bucket, self.room, self.wire)
-        self.memory = outgoing.lender(self.bucket, self.wire) if self.readers else None
+        self.memory = outgoing.lender(self.bucket, self.wire)
         places = []
         for segment in plan.segments(self.bucket):
             param, numel = params[segment.param], segment.stop - segment.start

@@ -292,7 +292,8 @@ def suitable_bucket_mb(numbytes: int) -> float:
     hide behind nothing, are a small part of small models, and so is the memory they pass through.
     Below 1 MiB a bucket costs more messages than that is worth.
     """
-    return min(25.0, max(1.0, numbytes / 32 / 2**20))
+    sixteenths = -(-numbytes // (32 * 2**16))  # of a MiB, rounded up: else a crumb would be left
+    return min(25.0, max(1.0, sixteenths / 16))
 
 
 def _extend(plan: Plan, specs: Sequence[ParamSpec]) -> Plan:

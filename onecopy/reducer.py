@@ -338,7 +338,7 @@ class Reducer:
         ):
             self._land()
         with self._transport.ledger.launching(Phase.REDUCE, lane.bucket):
-            if lane.memory is not None:
+            if lane.memory is not None:  # maybe lent by another lane, also if this one only sends
                 self._transport.wait_until_read(lane.memory)
             lane.fill(gradients, self.share)
             self._flights.append(self._send(lane))
@@ -354,7 +354,7 @@ class Reducer:
         tag = _TAGS_FROM + lane.bucket
         borrowed, borrowing = self._transport.borrow(lane.lenders, tag)
         loans = {loan.lender: loan for loan in borrowed}
-        if lane.memory is not None:
+        if lane.memory is not None and lane.readers:
             parts = {reader: outgoing[reader] for reader in lane.readers}
             self._transport.lend(lane.memory, parts, tag)
         each, empty = lane.slot.numel(), lane.incoming[:0]

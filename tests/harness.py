@@ -347,8 +347,8 @@ def _start_clean(job: Job, world: World, store: dist.Store) -> None:
         BACKEND, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
     # Tensors of tests are small: with the real bound none would be lent. Three ranks lend nothing,
-    # as if each were on a host of its own.
-    neighbours.WORTH_LENDING = 1 if world.size != 3 else sys.maxsize
+    # as if each were on a host of its own; four lend some, and send others.
+    neighbours.WORTH_LENDING = {3: sys.maxsize, 4: 64}.get(world.size, 1)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -196,6 +196,11 @@ def trained(world: World, attached: bool, lazy: bool, views: bool) -> list[torch
     assert len(optimizer._plan.buckets) > 4  # more than there is staging for
     if attached:
         optimizer.attach(model, lazy_gather=lazy)
+        if 1 < onecopy.neighbours.WORTH_LENDING < 1000 and world.size > 1:
+            assert {len(lane.readers) for lane in optimizer._attachment.reducer._lanes} == {
+                0,
+                world.size - 1,
+            }
     for step in range(6):
         optimizer.zero_grad()
         model(model.batch((world.rank, step))).backward()
@@ -243,8 +248,12 @@ def test_only_large_parts_are_lent(world: World) -> None:
 
 
 @distributed(2, 4)
-def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(world: World) -> None:
-    """Rank 1 reads late, in every bucket: nobody may overwrite what it has not read."""
+@pytest.mark.parametrize("all_are_lent", [True, False], ids=["all lent", "remainders sent"])
+def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
+    world: World, all_are_lent: bool
+) -> None:
+    """Rank 1 reads late, in every bucket: nobody may overwrite what it has not read, not even
+    with a bucket that is itself too small to be lent."""
     read = onecopy.neighbours.Loan.tensor
 
     def slowly(self: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -253,7 +262,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(world: W
 
     lend_nothing()
     expected = trained(world, True, False, False)
-    onecopy.neighbours.WORTH_LENDING = 1
+    onecopy.neighbours.WORTH_LENDING = 1 if all_are_lent else 128 // world.size
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
