@@ -248,11 +248,12 @@ def test_only_large_parts_are_lent(world: World) -> None:
 
 
 @distributed(2, 4)
+@pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("all_are_lent", [True, False], ids=["all lent", "remainders sent"])
 def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
-    world: World, all_are_lent: bool
+    world: World, all_are_lent: bool, slow: int
 ) -> None:
-    """Rank 1 reads late, in every bucket: nobody may overwrite what it has not read, not even
+    """A rank reads late, in every bucket: nobody may overwrite what it has not read, not even
     with a bucket that is itself too small to be lent."""
     read = onecopy.neighbours.Loan.tensor
 
@@ -264,7 +265,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     expected = trained(world, True, False, False)
     onecopy.neighbours.WORTH_LENDING = 1 if all_are_lent else 128 // world.size
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
+        if world.rank == slow:
             patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
         found = trained(world, True, False, False)
     assert all(map(torch.equal, found, expected))
