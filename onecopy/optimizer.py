@@ -283,7 +283,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             replay = Replay(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.give_up_raised()
-        self._require_usable_gradients()  # before anything is done together
+        if not self._check_steps:  # else all ranks are told of it
+            # Before anything is done together: so that this rank can call it again.
+            with self._transport.noting_errors(f"in step {self._steps + 1}{self._mode}"):
+                self._require_usable_gradients()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
