@@ -28,7 +28,7 @@ class Ways:
     """How buckets travel: by what the backend does best, and what the user asked for."""
 
     equal_slots: bool  # the backend has a good all_gather and reduce_scatter; gloo has not
-    one_host: bool = False  # gloo: ranks read large parts in one another's memory
+    one_host: bool = False  # gloo: ranks read in one another's memory
     in_place: bool = False  # parameters_as_bucket_view
     lazily: bool = False  # all gathers may be under way together
     is_dense: Callable[[int], bool] = lambda _: True  # a parameter, in memory

@@ -5,7 +5,7 @@ with them. They are launched from one thread, in the same order on every rank, a
 plan only. Each function takes prepared contiguous tensors and returns a :class:`Pending`.
 
 Primitives per backend. On gloo the owner sends to everybody, in place and in both directions of the
-wire at once, and ranks on the same host read large parts in one another's memory; other backends
+wire at once, and ranks on the same host read in one another's memory; other backends
 have a good ``all_gather`` for equal slots, and broadcasts for the rest.
 
 Each rank keeps a note of where it is in the c10d store. When a collective fails because a rank is
