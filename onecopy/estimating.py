@@ -294,7 +294,7 @@ def estimate(
 
     >>> found = estimate({"weight": (1000, 1000)}, torch.optim.AdamW, 8, backend="gloo")
     >>> found.fullest.state
-    {'exp_avg': 500000, 'exp_avg_sq': 500000, 'step': 4}
+    {'exp_avg': 500000, 'exp_avg_sq': 500000, 'step': 16}
     """
     setting = Setting(
         attached, under_ddp, lazy_gather, reduce_dtype, parameters_as_bucket_view, backend

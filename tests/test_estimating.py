@@ -234,7 +234,7 @@ def test_what_may_be_given() -> None:
     assert total(named) == total(params) == total([{"params": params}]) == expected
     assert total(list(zip(named, params, strict=True))) == expected
     assert total([*params, params[0]]) == expected  # tied
-    assert total(params, dtype=torch.bfloat16) == pytest.approx(expected / 2, rel=0.05)
+    assert total(params, dtype=torch.bfloat16) == pytest.approx(expected / 2, rel=0.1)
     subject = estimate(named, AdamW, 2).subject
     assert [param.name for param in subject.params] == ["weight", "bias"]
 
@@ -286,7 +286,7 @@ def test_a_rank_that_is_not_there() -> None:
 
 
 def test_time_by_the_alpha_beta_model() -> None:
-    found = estimate([(1000, 1000)], SGD, 4, attached=True, lr=0.1)
+    found = estimate([(1000, 1000)], SGD, 4, attached=True, bucket_mb=4, lr=0.1)
     assert found.wire.numbytes == 2 * 3_000_000
     assert found.wire.seconds(bandwidth=1e6) == pytest.approx(6)
     assert found.wire.seconds(1e6, latency=0.5) == pytest.approx(6 + 2 * 2 * 0.5)

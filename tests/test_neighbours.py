@@ -187,7 +187,9 @@ def test_a_switch_without_meaning_is_refused_on_all_ranks(world: World) -> None:
 # ------------------------------------------------------------------ training
 
 
-def trained(world: World, attached: bool, lazy: bool, views: bool) -> list[torch.Tensor]:
+def trained(
+    world: World, attached: bool, lazy: bool, views: bool, all_are_lent: bool = True
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Mlp()
     optimizer = ZeroRedundancyOptimizer(
@@ -196,11 +198,9 @@ def trained(world: World, attached: bool, lazy: bool, views: bool) -> list[torch
     assert len(optimizer._plan.buckets) > 4  # more than there is staging for
     if attached:
         optimizer.attach(model, lazy_gather=lazy)
-        if 1 < onecopy.neighbours.WORTH_LENDING < 1000 and world.size > 1:
-            assert {len(lane.readers) for lane in optimizer._attachment.reducer._lanes} == {
-                0,
-                world.size - 1,
-            }
+        if not all_are_lent:
+            lanes = optimizer._attachment.reducer._lanes
+            assert {len(lane.readers) for lane in lanes} == {0, world.size - 1}
     for step in range(6):
         optimizer.zero_grad()
         model(model.batch((world.rank, step))).backward()
@@ -267,7 +267,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == slow:
             patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
-        found = trained(world, True, False, False)
+        found = trained(world, True, False, False, all_are_lent)
     assert all(map(torch.equal, found, expected))
 
 

@@ -72,6 +72,7 @@ class PretendedTransport:
     world_size: int
     equal_slots: bool
     one_host: bool = False
+    attachments: int = 0
 
     def gathers_equal_slots(self, _: torch.device) -> bool:
         return self.equal_slots
