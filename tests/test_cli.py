@@ -212,11 +212,11 @@ def test_a_model_that_transformers_refuses(
 
 def test_plan_prints_who_owns_what(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "plan", "gpt2", "--world", "8")
-    assert "19 buckets" in text
+    assert "32 buckets" in text
     assert "1.000 (torch's class: 2.481)" in text
     assert "... and 132 more: --all" in text
     (wte,) = [line for line in text.splitlines() if line.startswith("wte.weight")]
-    assert wte.split()[-2:] == ["all", "6"]
+    assert wte.split()[-2:] == ["all", "10"]
     everything = run(capsys, "plan", "gpt2", "--world", "8", "--all")
     assert sum(line.startswith("h.") for line in everything.splitlines()) == 144
     assert "more: --all" not in everything
