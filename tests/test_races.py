@@ -19,6 +19,7 @@ from race_delays import DELAYED, Delays
 from races import batches, race
 
 from onecopy.gatherer import Gatherer
+from onecopy.lanes import Lane
 from onecopy.lazy import LazyWaits
 from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.reducer import Reducer
@@ -86,6 +87,18 @@ def arrive_and_give_back(loan: Loan, patience: float, arrive: Any = Loan.arrive)
     loan.memory.give_back(loan.neighbourhood.rank, loan.address.ticket)
 
 
+def launch_at_once_what_is_sent(
+    reducer: Reducer, lane: Lane, gradients: Any, launch: Any = Reducer._launch
+) -> None:
+    """As ``Reducer._launch``; a bucket of which nothing is lent does not wait for those who read
+    the memory that it shares with others."""
+    with contextlib.ExitStack() as stack:
+        if not lane.readers:
+            nobody_waits = mock.patch.object(Neighbourhood, "wait_until_read", do_nothing)
+            stack.enter_context(nobody_waits)
+        launch(reducer, lane, gradients)
+
+
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "a forward does not wait": [(LazyWaits, "_before", do_nothing)],
     "a bucket is not awaited": [(Reducer, "_land", land_without_waiting)],
@@ -94,6 +107,7 @@ FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
         (Loan, "arrive", arrive_and_give_back),
         (Loan, "give_back", do_nothing),
     ],
+    "what is sent does not wait": [(Reducer, "_launch", launch_at_once_what_is_sent)],
 }
 
 
@@ -108,13 +122,22 @@ def test_a_wait_that_is_missing_is_found(fault: str, feed: str, tmp_path: Path) 
         run_on_ranks(3, race_with_a_fault, runs, tmp_path, fault, **PATIENCE)
 
 
-@pytest.mark.parametrize("fault", ["a lender does not wait", "a loan is given back too early"])
-@pytest.mark.parametrize(("ranks", "feed"), [(2, "drop-in"), (4, "bare")])
+@pytest.mark.parametrize(
+    ("fault", "ranks", "feed"),
+    [
+        ("a lender does not wait", 2, "drop-in"),
+        ("a lender does not wait", 4, "bare"),
+        ("a loan is given back too early", 2, "drop-in"),
+        ("a loan is given back too early", 4, "bare"),
+        ("what is sent does not wait", 4, "bare"),
+    ],
+)
 def test_memory_that_is_written_while_others_read_it_is_found(
     fault: str, ranks: int, feed: str, tmp_path: Path
 ) -> None:
-    course = Course(feed, "SGD", small_buckets=True, lent_from=1)
-    runs = [(seed, course) for seed in range(20)]
+    lent_from = 64 if "sent" in fault else 1
+    course = Course(feed, "SGD", small_buckets=True, lent_from=lent_from)
+    runs = [(seed, course) for seed in range(30)]
     with pytest.raises(RankFailure, match="Difference: "):
         run_on_ranks(ranks, race_with_a_fault, runs, tmp_path, fault, **PATIENCE)
 
