@@ -72,7 +72,7 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
     assert memory.unread() == [1, 3]
     assert not memory.wait_until_read(0)
     ticket = memory.address(memory.data).ticket
-    other = Borrowed(memory_of(os.getpid(), memory.fd), 1, world_size=4)
+    other = Borrowed(memory_of(os.getpid(), memory.fd), world_size=4)
     other.give_back(3, ticket)
     assert memory.unread() == memory.unmapped() == [1]
     assert not memory.wait_until_read(0)
@@ -309,7 +309,7 @@ def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
 def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
     memory = SharedMemory(100, world_size=2)
     memory.lend([1])
-    reader = Borrowed(memory_of(os.getpid(), memory.fd), 1, world_size=2)
+    reader = Borrowed(memory_of(os.getpid(), memory.fd), world_size=2)
     thread = threading.Timer(0.2, reader.give_back, (1, 1))
     thread.start()
     start = time.monotonic()
