@@ -199,7 +199,7 @@ KEPT_OF_ONE_OPTIMIZER = 2 * (onecopy.gatherer.LENT + onecopy.reducer.LENT)
 def test_lent_memory_goes_by_itself(world: World, mode: str) -> None:
     """As in a user's job, where nobody calls ``forget``."""
     files = open_files()
-    for _ in range(25):
+    for _ in range(12):
         live_once(world, mode)
     gc.collect()
     dist.barrier()

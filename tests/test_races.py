@@ -125,10 +125,8 @@ def test_a_wait_that_is_missing_is_found(fault: str, feed: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fault", "ranks", "feed"),
     [
-        ("a lender does not wait", 2, "drop-in"),
         ("a lender does not wait", 4, "bare"),
         ("a loan is given back too early", 2, "drop-in"),
-        ("a loan is given back too early", 4, "bare"),
         ("what is sent does not wait", 4, "bare"),
     ],
 )
