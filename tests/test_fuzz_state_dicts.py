@@ -1,18 +1,23 @@
 """Any state dict may be handed to `load_state_dict`: it is loaded, or refused with the optimizer
-and its parameters as they were, to the bit."""
+and its parameters as they were, to the bit; on all ranks alike, also where parameters are cut over
+them, and in all of its classes, if it has several."""
 
 from __future__ import annotations
 
 import collections
 import copy
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fuzzing import Tally, alone, bits, cases, junk, tally  # noqa: F401
-from hypothesis import given
+import torch.distributed as dist
+from fuzzing import TIMES, Tally, alone, bits, cases, judge, junk, memory_limited, tally  # noqa: F401
+from harness import World, run_on_ranks
+from hypothesis import given, seed
 from hypothesis import strategies as st
+from models import SMALL_BUCKETS
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer
@@ -30,7 +35,9 @@ CLASSES: dict[str, tuple[Any, Tree]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
     "masters": (torch.optim.Adam, {"lr": 0.1, "master_dtype": torch.float32}),
+    "two classes": (torch.optim.Adam, {"lr": 0.1}),
 }
+SECOND_CLASS = {"optimizer_class": torch.optim.SGD, "lr": 0.2, "momentum": 0.9}
 
 
 class Live:
@@ -43,8 +50,9 @@ class Live:
             self.model.bfloat16()
         first, *rest = self.model.parameters()
         cls, options = CLASSES[name]
-        groups = [{"params": [first], "weight_decay": 0.01}, {"params": rest}]
-        self.opt = ZeroRedundancyOptimizer(groups, cls, **options)
+        second = SECOND_CLASS if name == "two classes" else {}
+        groups = [{"params": [first], "weight_decay": 0.01}, {"params": rest, **second}]
+        self.opt = ZeroRedundancyOptimizer(groups, cls, bucket_mb=SMALL_BUCKETS, **options)
         self.step()
 
     def step(self) -> None:
@@ -53,8 +61,12 @@ class Live:
         self.opt.step()
 
     def full(self) -> Tree:
-        self.opt.consolidate_state_dict()
-        return copy.deepcopy(self.opt.state_dict())
+        """On every rank."""
+        for to in range(dist.get_world_size()):
+            self.opt.consolidate_state_dict(to)
+            if dist.get_rank() == to:
+                found = copy.deepcopy(self.opt.state_dict())
+        return found
 
     def picture(self) -> Any:
         return (
@@ -178,9 +190,107 @@ def test_fuzz_load_state_dict(
 ) -> None:
     live, full = Live(name, seed=1), full_dicts[name]
     bad = data.draw(state_dicts(full, list(full_dicts.values())))
+    with tally.case():
+        try_to_load(tally, live, bad, full)
+
+
+def try_to_load(tally: Tally, live: Live, bad: Any, full: Tree) -> bool:  # noqa: F811
+    """Whether it was accepted."""
     before = live.picture()
-    if not tally.attempt(lambda: live.opt.load_state_dict(bad)):
+    is_accepted = tally.attempt(lambda: live.opt.load_state_dict(bad))
+    if not is_accepted:
         assert live.picture() == before
     live.opt.load_state_dict(full)  # whatever came before, this works
     assert bits(live.full()) == bits(full)
     live.step()
+    return is_accepted
+
+
+# ------------------------------------------------------------------------------- two ranks
+
+
+def load_on_all(world: World, name: str, number: int, count: int) -> list[int]:
+    """All ranks draw the same dicts, as long as they do the same with them."""
+    full_dicts = {each: Live(each, seed=2).full() for each in CLASSES}
+    full, others = full_dicts[name], list(full_dicts.values())
+    tally = Tally()  # noqa: F811
+
+    @seed(number)
+    @given(data=st.data())
+    @cases(count, shrinks=False)
+    def load(data: st.DataObject) -> None:
+        live = Live(name, seed=1)
+        bad = data.draw(state_dicts(full, others))
+        with tally.case():
+            is_accepted = try_to_load(tally, live, bad, full)
+            verdicts = [False] * world.size
+            dist.all_gather_object(verdicts, is_accepted)
+            assert verdicts == [is_accepted] * world.size, f"seed {number}"
+
+    with memory_limited():
+        load()
+    return tally.counts
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_fuzz_load_state_dict_of_cut_parameters(tally: Tally, name: str) -> None:  # noqa: F811
+    number = 1 if TIMES == 1 else secrets.randbelow(2**32)
+    ranks = run_on_ranks(2, load_on_all, name, number, 25, timeout=60.0 * TIMES)
+    assert ranks[0] == ranks[1]
+    tally.add(ranks[0])
+
+
+def load_what_is_broken_where_one_rank_owns_it(world: World) -> None:
+    live = Live("Adam", seed=1)
+    bad = live.full()
+    del bad["state"][3]["step"]  # which is not cut: one rank has it
+    before = live.picture()
+    with pytest.raises(ValueError, match="cannot load the state dict") as error:
+        live.opt.load_state_dict(bad)
+    judge(error.value, class_may_refuse=False)
+    assert live.picture() == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_a_class_of_torch_misses_in_one_parameter_all_ranks_refuse(ranks: int) -> None:
+    run_on_ranks(ranks, load_what_is_broken_where_one_rank_owns_it)
+
+
+# ------------------------------------------------------------------------------- several classes
+
+
+class Picky(torch.optim.SGD):
+    """Refuses, after it has begun to load."""
+
+    def load_state_dict(self, state_dict: Tree) -> None:
+        super().load_state_dict(state_dict)
+        if any(group["lr"] > 1 for group in self.param_groups):
+            raise KeyError("lr")
+
+
+def test_if_one_class_refuses_all_are_as_before(alone: None) -> None:  # noqa: F811
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "optimizer_class": Picky, "lr": 0.1, "momentum": 0.9},
+        {"params": params[2:], "optimizer_class": torch.optim.Adagrad, "lr": 0.1},
+    ]
+    opt = ZeroRedundancyOptimizer(groups, torch.optim.Adam, lr=0.1)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones(3)
+        opt.step()
+    opt.consolidate_state_dict()
+    bad = copy.deepcopy(opt.state_dict())
+    bad["param_groups"][0]["lr"] = 0.3
+    bad["param_groups"][1]["lr"] = 2.0
+    bad["state"][0]["exp_avg"] += 1
+    bad["state"][2]["sum"] += 1
+    before = bits([dict(state) for state in opt.state.values()]), bits(opt.param_groups)
+    with pytest.raises(KeyError) as refusal:
+        opt.load_state_dict(bad)
+    judge(refusal.value, class_may_refuse=True)
+    assert (bits([dict(state) for state in opt.state.values()]), bits(opt.param_groups)) == before
+    bad["param_groups"][1]["lr"] = 0.5
+    opt.load_state_dict(bad)
+    assert [group["lr"] for group in opt.param_groups] == [0.3, 0.5, 0.1]

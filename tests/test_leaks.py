@@ -17,7 +17,9 @@ from models import SMALL_BUCKETS, Mlp
 from torch import nn
 from torch.optim import AdamW
 
+import onecopy.gatherer
 import onecopy.groups
+import onecopy.reducer
 import onecopy.transport
 from onecopy import ZeroRedundancyOptimizer
 
@@ -36,6 +38,11 @@ def open_files() -> int:
 def resident_kilobytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def mappings_of_lent_memory() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("memfd:onecopy" in line for line in file)
 
 
 def groups() -> int:
@@ -180,6 +187,25 @@ def test_our_group_goes_with_the_users(world: World) -> None:
     known = len(onecopy.groups._private_groups)  # of tests before, whose groups were broken
     assert_flat(lambda: use_a_group_once(world, ""), 8)
     assert len(onecopy.groups._private_groups) <= known
+
+
+# What neighbours may keep of one optimizer that is gone, until the next one prepares its gathers:
+# the buffers of gathers and of reductions, this rank's and those of the other.
+KEPT_OF_ONE_OPTIMIZER = 2 * (onecopy.gatherer.LENT + onecopy.reducer.LENT)
+
+
+@distributed(2, timeout=240.0)
+@pytest.mark.parametrize("mode", MODES)
+def test_lent_memory_goes_by_itself(world: World, mode: str) -> None:
+    """As in a user's job, where nobody calls ``forget``."""
+    files = open_files()
+    for _ in range(12):
+        live_once(world, mode)
+    gc.collect()
+    dist.barrier()
+    desks = world.size  # with letters, for as long as there is the group
+    assert desks <= mappings_of_lent_memory() <= desks + KEPT_OF_ONE_OPTIMIZER
+    assert open_files() - files <= desks + KEPT_OF_ONE_OPTIMIZER
 
 
 # ---------------------------------------- many steps ----------------------------------------

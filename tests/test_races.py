@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from equal_bits import count_of_different_elements, have_equal_bits
 from harness import RankFailure, World, run_on_ranks
-from race_courses import FEEDS, Course, courses
+from race_courses import FEEDS, LENT_FROM, Course, courses, first_difference
 from race_delays import DELAYED, Delays
 from races import batches, race
 
 from onecopy.gatherer import Gatherer
+from onecopy.lanes import Lane
 from onecopy.lazy import LazyWaits
+from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.reducer import Reducer
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
@@ -22,7 +30,10 @@ PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_delays_change_no_bit(ranks: int, tmp_path: Path) -> None:
     chosen = itertools.islice(courses(), 3 * (ranks - 2), 3 * (ranks - 1))
-    runs = [(100 * ranks + number, course) for number, course in enumerate(chosen)]
+    runs = [
+        (100 * ranks + number, replace(course, lent_from=lent_from))
+        for number, (course, lent_from) in enumerate(zip(chosen, LENT_FROM, strict=True))
+    ]
     slept = run_on_ranks(ranks, race, runs, tmp_path, **PATIENCE)
     assert all(count > 20 for count in slept), slept
 
@@ -35,6 +46,9 @@ def test_courses_take_every_way_there_is() -> None:
     assert {size for size, _ in batches(1, 100)} == {2, 3, 4}
     seeds = [seed for _, batch in batches(7, 50) for seed, _ in batch]
     assert seeds == list(range(7, 57))
+    lent = Counter((size, c.lent_from) for size, batch in batches(7, 180) for _, c in batch)
+    assert set(lent) == set(itertools.product((2, 3, 4), LENT_FROM))
+    assert min(lent.values()) > 10
 
 
 def test_everything_is_as_before_when_the_delays_are_over() -> None:
@@ -50,19 +64,51 @@ def test_everything_is_as_before_when_the_delays_are_over() -> None:
 def race_with_a_fault(
     world: World, runs: list[tuple[int, Course]], directory: Path, fault: str
 ) -> None:
-    if fault == "a forward does not wait":
-        patch = mock.patch.object(LazyWaits, "_before", return_value=None)
-    else:
-        patch = mock.patch.object(Reducer, "_land", land_without_waiting)
-    with patch:
+    with contextlib.ExitStack() as stack:
+        for patch in FAULTS[fault]:
+            stack.enter_context(mock.patch.object(*patch))
         race(world, runs, directory)
+
+
+def do_nothing(*_: Any) -> None:
+    """In place of something that is needed."""
 
 
 def land_without_waiting(reducer: Reducer) -> None:
     """As ``Reducer._land``; what has not arrived yet is added up as it is."""
     flight = reducer._flights.popleft()
-    flight.lane.add(flight.contributions)
+    flight.lane.add(flight.read())
     flight.pending.wait()
+
+
+def arrive_and_give_back(loan: Loan, patience: float, arrive: Any = Loan.arrive) -> None:
+    """As ``Loan.arrive``; the lender may write there from now on, and not when it was read."""
+    arrive(loan, patience)
+    loan.memory.give_back(loan.neighbourhood.rank, loan.address.ticket)
+
+
+def launch_at_once_what_is_sent(
+    reducer: Reducer, lane: Lane, gradients: Any, launch: Any = Reducer._launch
+) -> None:
+    """As ``Reducer._launch``; a bucket of which nothing is lent does not wait for those who read
+    the memory that it shares with others."""
+    memory = lane.memory
+    if not lane.readers:
+        lane.memory = None
+    launch(reducer, lane, gradients)
+    lane.memory = memory
+
+
+FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
+    "a forward does not wait": [(LazyWaits, "_before", do_nothing)],
+    "a bucket is not awaited": [(Reducer, "_land", land_without_waiting)],
+    "a lender does not wait": [(Neighbourhood, "wait_until_read", do_nothing)],
+    "a loan is given back too early": [
+        (Loan, "arrive", arrive_and_give_back),
+        (Loan, "give_back", do_nothing),
+    ],
+    "what is sent does not wait": [(Reducer, "_launch", launch_at_once_what_is_sent)],
+}
 
 
 @pytest.mark.parametrize(
@@ -74,3 +120,33 @@ def test_a_wait_that_is_missing_is_found(fault: str, feed: str, tmp_path: Path) 
     runs = [(seed, course) for seed in range(5)]
     with pytest.raises(RankFailure, match="Difference: "):
         run_on_ranks(3, race_with_a_fault, runs, tmp_path, fault, **PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "feed"),
+    [
+        ("a lender does not wait", 4, "bare"),
+        ("a loan is given back too early", 2, "drop-in"),
+        ("what is sent does not wait", 4, "bare"),
+    ],
+)
+def test_memory_that_is_written_while_others_read_it_is_found(
+    fault: str, ranks: int, feed: str, tmp_path: Path
+) -> None:
+    lent_from = 64 if "sent" in fault else 1
+    course = Course(feed, "SGD", small_buckets=True, lent_from=lent_from)
+    runs = [(seed, course) for seed in range(30)]
+    with pytest.raises(RankFailure, match="Difference: "):
+        run_on_ranks(ranks, race_with_a_fault, runs, tmp_path, fault, **PATIENCE)
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    zero, nan = torch.zeros(3), torch.full((3,), float("nan"))
+    minus = torch.tensor([0.0, -0.0, 0.0])
+    assert torch.equal(zero, minus)
+    assert not have_equal_bits(zero, minus)
+    assert count_of_different_elements(zero, minus) == 1
+    assert first_difference({"a": [minus]}, {"a": [zero]}) == "['a'][0]"
+    assert have_equal_bits(nan, nan.clone())
+    assert not have_equal_bits(zero, zero.double())
+    assert first_difference([1], [1.0]) is not None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from harness import RankFailure, World, run_on_ranks
-from soak import LEGS, Soak
+from soak import LEGS, Soak, share_cores
 from soak_checkpoints import WAYS
-from soak_job import Job, Leg
+from soak_job import LENT_FROM, Difference, Job, Leg
 from soak_net import CASES
-from soak_operations import sail, train
+from soak_operations import EVERY_OPERATION, sail, train
 from watchdog import verdict, watchdog
+
+from onecopy.pieces import MASTER
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
@@ -25,9 +27,12 @@ def test_a_voyage_ends_where_its_shadow_does(case: str, tmp_path: Path) -> None:
     finds, steps = None, 0
     for place, size in enumerate((4, 3)):
         leaves = WAYS[(number + place) % len(WAYS)]
-        leg = Leg(number, 10 * number + place, case, 6, tmp_path, leaves, finds)
+        lent_from = LENT_FROM[(number + place) % len(LENT_FROM)]
+        leg = Leg(number, 10 * number + place, case, 6, tmp_path, leaves, finds, lent_from)
         tallies = run_on_ranks(size, sail, leg, **PATIENCE)
         assert tallies[0] == tallies[-1]
+        assert tallies[0].modes.total() == 6
+        assert set(tallies[0].operations) <= set(EVERY_OPERATION)
         steps += tallies[0].steps
         assert tallies[0].comparisons
         assert tallies[0].checkpoints
@@ -41,8 +46,33 @@ def test_a_soak_depends_on_its_seed_only(tmp_path: Path) -> None:
     assert voyages[0] != voyages[2]
     sizes = [size for size, _ in voyages[0]]
     assert len(sizes) == LEGS
-    assert sizes[0] == 8
-    assert all(a != b for a, b in itertools.pairwise(sizes))
+    assert sizes[::2] == [8] * (LEGS // 2)
+    assert all(1 <= size < 8 for size in sizes[1::2])
+    assert [size for size, _ in Soak(5, 1, 3, tmp_path).voyage(0)] == [1] * LEGS
+    legs = [leg for number in range(10) for _, leg in Soak(5, 8, 3, tmp_path).voyage(number)]
+    assert {leg.lent_from for leg in legs} == set(LENT_FROM)
+
+
+def test_a_soak_knows_what_never_happened(tmp_path: Path) -> None:
+    soak = Soak(1, 2, 1, tmp_path)
+    everything = soak.never_happened()
+    assert {"save async", "clip", "drop-in DDP", "AdamW", "lending nothing"} <= set(everything)
+    assert len(set(everything)) == len(everything)
+    soak.tally.operations.update(everything)
+    soak.tally.modes.update(everything)
+    soak.legs_of.update(everything)
+    assert soak.never_happened() == []
+    soak.tally.operations["clip"] = 0
+    assert soak.never_happened() == ["clip"]
+
+
+def test_a_soak_shares_two_cores() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        share_cores(1)
+        assert len(os.sched_getaffinity(0)) == 1
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 # ---------------------------------------- what it finds ----------------------------------------
@@ -60,16 +90,38 @@ def sail_with_one_wrong_bit(world: World, leg: Leg, where: str) -> None:
         for state in job.optimizer.state.values():
             if state["exp_avg"].ndim == 1 and state["exp_avg"].numel():
                 state["exp_avg"].view(torch.int32)[0] ^= 1
+    elif where == "sign of a zero":
+        with torch.no_grad():
+            job.net.trunk.bias[0] = -0.0
+            job.shadow.params["trunk.bias"][0] = 0.0
     elif where == "options":
         job.optimizer.param_groups[1]["lr"] *= 1.0000001
     job.compare()
 
 
-@pytest.mark.parametrize("where", ["parameter", "state", "options"])
+@pytest.mark.parametrize("where", ["parameter", "state", "sign of a zero", "options"])
 def test_one_wrong_bit_is_a_difference(where: str, tmp_path: Path) -> None:
     leg = Leg(1, 0, "AdamW", 1, tmp_path, "own")
     with pytest.raises(RankFailure, match="differ on rank"):
         run_on_ranks(2, sail_with_one_wrong_bit, leg, where, **PATIENCE)
+
+
+def sail_and_lose_a_master_copy(world: World, leg: Leg) -> None:
+    job = Job(world, leg)
+    train(job)
+    job.compare()
+    job.optimizer.consolidate_state_dict(0)
+    if world.rank == 0:
+        state = job.optimizer.state_dict()["state"]
+        job._compare_state(state)
+        del next(each for each in state.values() if MASTER in each)[MASTER]
+        with pytest.raises(Difference, match=MASTER):
+            job._compare_state(state)
+
+
+def test_a_master_copy_that_is_missing_is_a_difference(tmp_path: Path) -> None:
+    leg = Leg(1, 0, "masters", 1, tmp_path, "own")
+    run_on_ranks(2, sail_and_lose_a_master_copy, leg, **PATIENCE)
 
 
 def sail_and_forget_to_go_back(world: World, leg: Leg) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from equal_bits import have_equal_bits
 from race_delays import Delays
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
+from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, neighbours
 
 FEEDS = ("bare", "ddp", "drop-in", "step in backward")
 STEPS = 3
+# From how many bytes on neighbours lend: always; so that some buckets are lent and others, which
+# share memory with them, are sent; never.
+LENT_FROM = (1, 64, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,15 @@ class Course:
     accumulates: bool = False
     clips: bool = False
     saves: bool = False  # a checkpoint is written in the background
+    lent_from: int = sys.maxsize  # bytes: smaller parts are sent to neighbours, too
 
     @property
     def plain(self) -> Course:
         """Without what must not change a bit. (A norm depends on where tensors are cut.)"""
         small = self.small_buckets and self.clips
-        return replace(self, lazy=False, small_buckets=small, flat=False, saves=False)
+        return replace(
+            self, lazy=False, small_buckets=small, flat=False, saves=False, lent_from=sys.maxsize
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -124,6 +132,7 @@ class Run:
     """One course, taken on this rank."""
 
     def __init__(self, course: Course, delays: Delays | None, directory: Path, savers: Any) -> None:
+        neighbours.WORTH_LENDING = course.lent_from
         self.course, self.directory, self.savers = course, directory, savers
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model = self._model()
@@ -207,8 +216,10 @@ class Run:
 
 def first_difference(found: Any, expected: Any, path: str = "") -> str | None:
     """Where two results differ, bit for bit."""
+    if type(found) is not type(expected):
+        return f"{path}: {type(found)} and {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        return None if torch.equal(found, expected) else path
+        return None if have_equal_bits(found, expected) else path
     if isinstance(expected, dict):
         if found.keys() != expected.keys():
             return f"{path}: {sorted(found)} and {sorted(expected)}"

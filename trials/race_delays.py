@@ -1,9 +1,10 @@
 """Random delays around every collective and every hook of the package, from outside.
 
 While a `Delays` is entered, every method of the classes below may sleep before and after it runs:
-those that launch and await collectives, those that autograd, DDP and modules call as hooks, and
-those that hand over between them. When and how long is decided by a seed, on each rank otherwise.
-Threads change places a thousand times as often as usual.
+those that launch and await collectives, those that autograd, DDP and modules call as hooks, those
+by which neighbours lend and borrow memory, and those that hand over between them. When and how long
+is decided by a seed, on each rank otherwise. Threads change places a thousand times as often as
+usual.
 
 Enter it before the optimizer is built: hooks are bound when they are registered.
 """
@@ -23,15 +24,21 @@ from unittest import mock
 from onecopy.attachment import Attachment
 from onecopy.exchange import Exchange
 from onecopy.feeds import DDPFeed, ModuleFeed, _Switch
-from onecopy.gatherer import Gatherer
+from onecopy.gatherer import Borrowing, Gatherer, Lending, Transfer
 from onecopy.lanes import Lane
 from onecopy.lazy import LazyWaits
+from onecopy.lending import Borrowed, Inbox, Outbox, SharedMemory, _Box
+from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.reducer import Reducer
+from onecopy.reducer import Reducer, _Flight
+from onecopy.semaphores import Semaphore
 from onecopy.transport import Pending, Transport
 
-DELAYED = (Attachment, DDPFeed, Exchange, Gatherer, Lane, LazyWaits, ModuleFeed, Pending, Reducer)
-DELAYED += (Transport, ZeroRedundancyOptimizer, _Switch)
+COLLECTIVES = (Exchange, Gatherer, Lane, Pending, Reducer, Transfer, Transport, _Flight)
+HOOKS = (Attachment, DDPFeed, LazyWaits, ModuleFeed, ZeroRedundancyOptimizer, _Switch)
+LENDING = (Borrowed, Borrowing, Inbox, Lending, Loan, Neighbourhood, Outbox, Semaphore)
+LENDING += (SharedMemory, _Box)
+DELAYED = (*COLLECTIVES, *HOOKS, *LENDING)
 LONGEST = 0.003  # seconds: many times what a collective of the small models takes
 OFTEN = 0.08  # of the calls
 QUICK_SWITCHES = 5e-6  # seconds

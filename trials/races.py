@@ -5,8 +5,9 @@
 
 A run trains a small model in one of many ways (`race_courses.py`): attached to DDP or to the bare
 module, gathers awaited by the next forward, steps inside backward, accumulation, a checkpoint
-written in the background. It is compared, bit for bit, with the same training without delays and
-without what need not overlap.
+written in the background; neighbours lend each other all parts, the larger ones, or none. It is
+compared, bit for bit, with the same training without delays, without what need not overlap and
+without lending.
 
 The exit code is 1 if anything differed, hung or raised, and the last line says how to repeat it.
 """
@@ -16,11 +17,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import harness
 import torch.distributed as dist
-from race_courses import Course, Run, courses, first_difference
+from race_courses import LENT_FROM, Course, Run, courses, first_difference
 from race_delays import Delays
 from watchdog import FOREVER, verdict, watchdog
 
@@ -66,9 +70,14 @@ def batches(seed: int, runs: int) -> list[tuple[int, list[tuple[int, Course]]]]:
     """World sizes, and what is run on so many ranks: seeds and courses."""
     numbers = itertools.count(seed)
     endless = itertools.cycle(courses())
-    todo = [(next(numbers), next(endless)) for _ in range(runs)]
+    todo = [lending(next(numbers), next(endless)) for _ in range(runs)]
     cut = [todo[start : start + BATCH] for start in range(0, runs, BATCH)]
     return [(SIZES[number % len(SIZES)], batch) for number, batch in enumerate(cut)]
+
+
+def lending(seed: int, course: Course) -> tuple[int, Course]:
+    """The seed and the course, with what it lends drawn from the seed."""
+    return seed, replace(course, lent_from=random.Random(f"lent {seed}").choice(LENT_FROM))
 
 
 def main() -> int:
@@ -81,6 +90,7 @@ def main() -> int:
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"races: seed {seed}, {given.runs} runs", flush=True)
     start, done, sleeps, failure = time.monotonic(), 0, 0, ""
+    lent: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(prefix="onecopy-races-") as directory:
         for size, runs in batches(seed, given.runs):
             if sys.stderr.isatty():
@@ -92,6 +102,7 @@ def main() -> int:
                 failure = str(error)
                 break
             done, sleeps = done + len(runs), sleeps + sum(slept)
+            lent.update(course.lent_from for _, course in runs)
     harness.shutdown()
     if sys.stderr.isatty():
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
@@ -99,7 +110,9 @@ def main() -> int:
         print(failure)
     print(
         f"races: {(time.monotonic() - start) / 60:.1f} minutes, {done} runs on "
-        f"{', '.join(map(str, SIZES))} ranks, {sleeps} delays: {verdict(failure)}"
+        f"{', '.join(map(str, SIZES))} ranks ({lent[LENT_FROM[0]]} lend everything, "
+        f"{lent[LENT_FROM[1]]} the larger parts, {lent[LENT_FROM[2]]} nothing), {sleeps} delays: "
+        f"{verdict(failure)}"
     )
     if failure:
         print(f"to repeat it: {sys.executable} {sys.argv[0]} --seed {seed} --runs {given.runs}")

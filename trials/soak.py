@@ -4,14 +4,16 @@
     make soak MINUTES=5 SEED=7 RANKS=4
 
 A soak is a row of voyages, each a training run from scratch with one of the optimizer classes. A
-voyage has six legs. Each leg is a job with processes of its own, on another number of ranks, and
-starts from the checkpoint of the leg before. Within a leg parameters are frozen and unfrozen,
-groups are added, gradients are accumulated, clipped and dropped, modes change, checkpoints are
-written and gone back to, and the job is copied, in an order that the seed decides. At every
-checkpoint and at the end of every leg it is compared, bit for bit, with a shadow: the same training
-by plain optimizers, unsharded.
+voyage has six legs. Each leg is a job with processes of its own, every other one on all ranks and
+those between on fewer, and starts from the checkpoint of the leg before; neighbours lend each other
+all parts, the larger ones, or none. All share two cores. Within a leg parameters are frozen and
+unfrozen, groups are added, gradients are accumulated, clipped and dropped, modes change,
+checkpoints are written and gone back to, and the job is copied, in an order that the seed decides.
+At every checkpoint and at the end of every leg it is compared, bit for bit, with a shadow: the same
+training by plain optimizers, unsharded.
 
-The exit code is 1 if anything differed, hung or raised, and the last lines say how to repeat it.
+The exit code is 1 if anything differed, hung or raised, and the last lines say how to repeat it;
+also if something that should have happened in a long soak never did.
 """
 
 from __future__ import annotations
@@ -25,20 +27,24 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import harness
 from soak_checkpoints import WAYS
-from soak_job import Leg, Tally
+from soak_job import LENT_FROM, MODES, Leg, Tally
 from soak_net import CASES
-from soak_operations import sail
+from soak_operations import EVERY_OPERATION, sail
 from watchdog import FOREVER, verdict
 
 LEGS = 6
+CORES = 2
+LONG = 20.0  # minutes in which everything has to happen
 
 
 @dataclass
@@ -50,6 +56,8 @@ class Soak:
     rounds: int  # of an operation and a step, in a leg
     directory: Path
     tally: Tally = field(default_factory=Tally)
+    steps_on: Counter[int] = field(default_factory=Counter)  # by number of ranks
+    legs_of: Counter[str] = field(default_factory=Counter)  # by what they were about
     legs: int = 0
     voyages: int = 0
     changes: int = 0  # of the number of ranks
@@ -60,14 +68,16 @@ class Soak:
         draw = random.Random(f"{self.seed} {number}")
         case = list(CASES)[number % len(CASES)]
         directory = self.directory / f"voyage{number}"
-        ranks, finds = self.ranks, None
+        fewer = range(1, max(self.ranks, 2))
+        finds = None
         for leg in range(LEGS):
-            leaves = draw.choice(WAYS)
+            leaves, lent_from = draw.choice(WAYS), draw.choice(LENT_FROM)
             # Numbered through, so that no two legs of a soak draw the same operations.
             of_all = number * LEGS + leg
-            yield ranks, Leg(self.seed, of_all, case, self.rounds, directory, leaves, finds)
+            ranks = self.ranks if leg % 2 == 0 else draw.choice(fewer)
+            told = (self.seed, of_all, case, self.rounds, directory, leaves, finds, lent_from)
+            yield ranks, Leg(*told)
             finds = leaves
-            ranks = draw.choice([n for n in range(1, self.ranks + 1) if n != ranks] or [1])
 
     def run(self, minutes: float, most_legs: float = float("inf")) -> None:
         """Until the time is over, a number of legs is done, or one of them fails."""
@@ -83,6 +93,8 @@ class Soak:
                     self.failure = str(failure)
                     return
                 self.tally.add(results[0])
+                self.steps_on[ranks] += results[0].steps
+                self.legs_of.update(_about(leg))
                 self.legs += 1
                 if time.monotonic() - start > 60 * minutes or self.legs >= most_legs:
                     return
@@ -94,16 +106,51 @@ class Soak:
             line += f", {self.tally.steps} steps, {self.tally.comparisons} comparisons"
             print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
 
+    def never_happened(self) -> list[str]:
+        """What a long soak must have met, and this one has not."""
+        modes = map(str, MODES)
+        abouts = [*CASES, *map(_left_by, WAYS), *map(_lending, LENT_FROM)]
+        expected = (
+            (self.tally.operations, EVERY_OPERATION),
+            (self.tally.modes, modes),
+            (self.legs_of, abouts),
+        )
+        return [name for counted, names in expected for name in names if not counted[name]]
+
     def summary(self, minutes: float) -> str:
         tally = self.tally
-        kinds = ", ".join(f"{name} {n}" for name, n in sorted(tally.operations.items()))
         return (
-            f"operations: {kinds}\n"
-            f"soak: {minutes:.1f} minutes, {self.ranks} ranks at most, {self.voyages} voyages, "
+            f"operations: {_listed(tally.operations)}\n"
+            f"steps by mode: {_listed(tally.modes)}\n"
+            f"steps by number of ranks: {_listed(self.steps_on)}\n"
+            f"legs: {_listed(self.legs_of)}\n"
+            f"soak: {minutes:.1f} minutes, {len(os.sched_getaffinity(0))} cores, "
+            f"{self.ranks} ranks at most, {self.voyages} voyages, "
             f"{self.legs} legs, {self.changes} changes of world size, {tally.steps} steps, "
             f"{sum(tally.operations.values())} operations, {tally.checkpoints} checkpoints, "
             f"{tally.comparisons} comparisons: {verdict(self.failure)}"
         )
+
+
+def _about(leg: Leg) -> list[str]:
+    return [leg.case, _left_by(leg.leaves), _lending(leg.lent_from)]
+
+
+def _left_by(way: str) -> str:
+    return f"left by {way}"
+
+
+def _lending(lent_from: int) -> str:
+    return "lending nothing" if lent_from == sys.maxsize else f"lending from {lent_from} B"
+
+
+def _listed(counts: Counter[Any]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
+
+
+def share_cores(most: int = CORES) -> None:
+    """So many for all processes that are started from now on, however many the machine has."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:most])
 
 
 def main() -> int:
@@ -116,6 +163,7 @@ def main() -> int:
     given = parser.parse_args()
     # Why: DDP warns on each rank where no parameter happens to be unused.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    share_cores()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"soak: seed {seed}, {given.minutes:g} minutes, up to {given.ranks} ranks", flush=True)
     start = time.monotonic()
@@ -127,6 +175,9 @@ def main() -> int:
             harness.shutdown()
             if sys.stderr.isatty():
                 print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    is_long = given.legs is None and given.minutes >= LONG
+    if is_long and not soak.failure and (never := soak.never_happened()):
+        soak.failure = f"never happened in {given.minutes:g} minutes: {', '.join(never)}"
     if soak.failure:
         print(soak.failure)
     print(soak.summary((time.monotonic() - start) / 60))

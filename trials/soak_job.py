@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from equal_bits import count_of_different_elements, have_equal_bits
 from harness import World
 from soak_checkpoints import BY_DCP, Keeper
 from soak_net import CASES, Batch, SoakNet
 from soak_shadow import Shadow, average_by_hand, ddp
 from torch import nn
 
-from onecopy import ZeroRedundancyOptimizer
+from onecopy import ZeroRedundancyOptimizer, neighbours
 from onecopy.pieces import MASTER
 
 # torch gives `differentiable` to groups that are added after a load; DCP does not bring it back.
@@ -52,6 +54,10 @@ MODES = [
     *(Mode(True, in_ddp, is_lazy) for in_ddp in (False, True) for is_lazy in (False, True)),
 ]
 
+# From how many bytes on neighbours lend: always; so that some buckets are lent and others are sent;
+# never.
+LENT_FROM = (1, 2048, sys.maxsize)
+
 
 @dataclass(frozen=True)
 class Leg:
@@ -64,6 +70,7 @@ class Leg:
     directory: Path  # of the voyage: here legs leave what the next one needs
     leaves: str  # the way in which it saves
     finds: str | None = None  # that of the leg before; None: there was none
+    lent_from: int = 1  # bytes
 
 
 @dataclass
@@ -71,12 +78,14 @@ class Tally:
     """What was done. Legs are added up."""
 
     steps: int = 0
+    modes: Counter[str] = field(default_factory=Counter)  # steps made in each
     operations: Counter[str] = field(default_factory=Counter)
     checkpoints: int = 0
     comparisons: int = 0
 
     def add(self, other: Tally) -> None:
         self.steps += other.steps
+        self.modes += other.modes
         self.operations += other.operations
         self.checkpoints += other.checkpoints
         self.comparisons += other.comparisons
@@ -86,6 +95,7 @@ class Job:
     """A model, our optimizer and its mode; and the shadow, to which everything happens too."""
 
     def __init__(self, world: World, leg: Leg) -> None:
+        neighbours.WORTH_LENDING = leg.lent_from
         self.world, self.leg, self.case = world, leg, CASES[leg.case]
         self.random = random.Random(f"{leg.seed} {leg.number}")  # the same on all ranks
         self.tally = Tally()
@@ -147,7 +157,6 @@ class Job:
         self.shadow.wrap(in_ddp=mode.in_ddp and not mode.is_attached)
         if mode.is_attached:
             self.optimizer.attach(self.module, lazy_gather=mode.is_lazy)
-        self.tally.operations[f"mode {mode}"] += 1
 
     def enter_again(self) -> None:
         """Wrap anew: a DDP knows only the parameters that were trained when it was made."""
@@ -189,6 +198,7 @@ class Job:
         self.shadow.step()
         self.has_unfrozen = False
         self.tally.steps += 1
+        self.tally.modes[str(self.mode)] += 1
 
     # ------------------------------------------------------------------ comparing
 
@@ -229,7 +239,7 @@ class Job:
         masters = self.shadow.masters
         for number, name in enumerate(names):
             mine, plain = dict(found.get(number, {})), dict(self.shadow.state(name))
-            if name in masters and MASTER in mine:
+            if name in masters and plain:  # a master copy is state of what has been stepped
                 plain[MASTER] = masters[name].detach()
             if mine.keys() != plain.keys():
                 raise self._difference(f"keys of {name}: {sorted(mine)} and {sorted(plain)}")
@@ -246,8 +256,8 @@ class Job:
             raise self._difference(
                 f"{what}: {mine.dtype} {mine.shape}, {plain.dtype} {plain.shape}"
             )
-        elif not torch.equal(mine, plain):
-            count = int((mine != plain).sum())
+        elif not have_equal_bits(mine, plain):
+            count = count_of_different_elements(mine, plain)
             raise self._difference(f"{what}: {count} of {mine.numel()} elements")
 
     def _difference(self, what: str) -> Difference:

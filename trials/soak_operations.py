@@ -6,6 +6,7 @@ Every operation happens to the job and to its shadow. All ranks draw the same on
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import torch
@@ -35,7 +36,7 @@ def sail(world: World, leg: Leg) -> Tally:
 
 
 def perform(job: Job) -> None:
-    """Draw an operation, and do it if it is possible now. What counts itself returns False."""
+    """Draw an operation, and do it if it is possible now."""
     name = job.random.choices(list(OPERATIONS), [weight for weight, _ in OPERATIONS.values()])[0]
     job.keeper.diary.append(name)
     if OPERATIONS[name][1](job):
@@ -98,7 +99,7 @@ def grow(job: Job) -> bool:
 def change_mode(job: Job) -> bool:
     job.leave()
     job.enter(job.random.choice(MODES))
-    return False
+    return True
 
 
 def change_options(job: Job) -> bool:
@@ -110,12 +111,10 @@ def change_options(job: Job) -> bool:
     return True
 
 
-def save(job: Job) -> bool:
-    way = job.random.choice(WAYS)
+def save(job: Job, way: str) -> bool:
     job.compare()
     job.keeper.keep(way, job)
-    job.tally.operations[f"save {way}"] += 1
-    return False
+    return True
 
 
 def go_back(job: Job) -> bool:
@@ -182,14 +181,15 @@ def look_at_gradients(job: Job) -> bool:
     return True
 
 
-OPERATIONS: dict[str, tuple[int, Callable[[Job], bool]]] = {  # with how often they are drawn
+# With how often they are drawn; whether they were possible is what they return.
+OPERATIONS: dict[str, tuple[int, Callable[[Job], bool]]] = {
     "nothing": (10, nothing),
     "freeze": (4, freeze),
     "unfreeze": (5, unfreeze),
     "add_param_group": (2, grow),
-    "mode": (4, change_mode),
+    "change mode": (4, change_mode),
     "options": (4, change_options),
-    "save": (3, save),
+    **{f"save {way}": (1, functools.partial(save, way=way)) for way in WAYS},
     "load": (3, go_back),
     "consolidate and load": (2, load_what_is_there),
     "deepcopy": (1, copy_all),
@@ -200,6 +200,15 @@ OPERATIONS: dict[str, tuple[int, Callable[[Job], bool]]] = {  # with how often t
 
 
 # ---------------------------------------- steps ----------------------------------------
+
+ACCUMULATIONS = ("accumulate", "accumulate, averaged")
+ZEROINGS = ("to none", "to zero", "by the module", "left")
+EVERY_OPERATION = (
+    *(name for name in OPERATIONS if name != "nothing"),
+    *ACCUMULATIONS,
+    "clip",
+    *(f"gradients {zeroing}" for zeroing in ZEROINGS),
+)
 
 
 def train(job: Job) -> None:
@@ -212,13 +221,13 @@ def train(job: Job) -> None:
     for micro in range(backwards):
         job.backward(micro, synced=each_is_averaged or micro == backwards - 1)
     if backwards > 1:
-        job.tally.operations["accumulate" + ", averaged" * each_is_averaged] += 1
+        job.tally.operations[ACCUMULATIONS[each_is_averaged]] += 1
     if draw.random() < 0.3:
         _clip(job, draw.choice([0.05, 0.5, 100.0]))
     job.step()
     if not job.mode.is_lazy or draw.random() < 0.1:  # it would no longer overlap anything
         job.compare_parameters()
-    zeroing = draw.choice(["to none", "to zero", "by the module", "left"])
+    zeroing = draw.choice(ZEROINGS)
     job.keeper.diary.append(f"step, gradients {zeroing}")
     if zeroing != "left":
         job.zero_grad(set_to_none=zeroing != "to zero", of_module=zeroing == "by the module")
