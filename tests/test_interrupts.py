@@ -77,7 +77,7 @@ def two_ranks(
 
 
 SENT = ["in_backward", "in_gather", "in_reduce", "in_forward", "in_save", "building"]
-LENT = ["in_gather", "in_backward", "in_reduce", "in_forward"]  # the letter of a neighbour
+LENT = ["in_gather", "in_backward", "in_forward"]  # where the letter of a neighbour is awaited
 PLACES = [("send", place) for place in SENT] + [("lend", place) for place in LENT]
 QUICK = [("send", SENT[0]), ("lend", LENT[0])]
 
