@@ -8,13 +8,15 @@ import weakref
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.agreement import agree, require_agreement
-from onecopy.attachment import Attachment, require_attachable
+from onecopy.attachment import Attachment, require_attachable, send_from_first_rank
 from onecopy.checks import as_number, check_switches
 from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
 from onecopy.parts import Parts
+from onecopy.words import plural
 
 logger = logging.getLogger("onecopy")
 
@@ -71,11 +73,16 @@ class Attaches(Parts):
             check_switches(lazy_gather=lazy_gather)
             if lazy_gather:
                 require_hookable(module)
-            kind = type(module).__name__
+            kind, number = type(module).__name__, self._transport.attachments
             how = f"reduce_dtype={reduce_dtype}, lazy_gather={lazy_gather}"
-            return [f"attach({kind}, {how})", *self._description()]
+            lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
+            return [*lines, *self._description()]
 
         agree(self._transport, "attaching", prepare)
+        self._transport.count_attachment()
+        self.wait()
+        if not isinstance(module, DistributedDataParallel):
+            send_from_first_rank(self._transport, module)
         self._attachment = attachment = Attachment(
             module,
             self._transport,
@@ -88,6 +95,18 @@ class Attaches(Parts):
         # Else hooks would go on taking gradients away from whoever comes next.
         self._last_will = weakref.finalize(self, attachment.detach)
         self._last_will.atexit = False
+
+        def take_memory() -> list[str]:
+            attachment.prepare()
+            return []
+
+        try:
+            agree(self._transport, "taking memory for gradients", take_memory)
+        except BaseException:  # on all ranks, if there is too little on one of them
+            self.detach()
+            with contextlib.suppress(OSError, RuntimeError):  # maybe there is enough without it
+                self._shards.settle()
+            raise
         logger.info(
             "attached: gradients are sharded during backward and param.grad is None after it; clip "
             "with optimizer.clip_grad_norm_, scale with onecopy.GradScaler"
@@ -160,9 +179,9 @@ class Attaches(Parts):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
         super().zero_grad(set_to_none)
-        self._shards.forgive_backward()
         if self._attachment is not None:
             self._attachment.zero_grad()
+        self._shards.forgive_backward()  # what the attachment could not mend
 
     def _look(self, method: str, *args: Any) -> Any:
         """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,

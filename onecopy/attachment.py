@@ -58,22 +58,24 @@ class Attachment:
             self.feed: Feed = DDPFeed(module, self.reducer, transport, self.zero_grad, self._enter)
             modules = [module, module.module]
         else:
-            _send_from_first_rank(transport, module)
             self.feed = ModuleFeed(module, self.reducer, self._begin, self.zero_grad)
             modules = [module]
-        self.reducer.when_dropped = self.feed.start_over
+        self._patches = [_ZeroGrad(each, self.zero_grad) for each in modules]
+        self.reducer.when_dropped = transport.when_disagreeing = self.feed.start_over
         self._lazy = LazyWaits(module, shards.gatherer) if lazy_gather else None
         shards.gathers_lazily = lazy_gather
         shards.follower = self
-        shards.settle()
-        self._patches = [_ZeroGrad(each, self.zero_grad) for each in modules]
+
+    def prepare(self) -> None:
+        """Take memory. If that fails, ``detach`` undoes what has been done."""
+        self._shards.settle()
 
     def _begin(self) -> None:
         """A backward of the bare module begins."""
         if self._transport.world_size == 1:
             self._shards.follow_memory()  # one rank alone may have converted the module
-        self.reducer.judge()  # before others are told of a backward that is not to be
         party = self._tell_joined(Turn.BACKWARD)
+        self.reducer.judge()  # on ranks that have joined, too: it may be a second round
         self._enter()
         self._take_share(party)
         self.reducer.begin()
@@ -94,6 +96,7 @@ class Attachment:
 
     def shadow_backward(self, party: Party) -> None:
         """A backward of the others, on a rank that has joined."""
+        self.judge()
         self._enter()
         self._take_share(party)
         self.reducer.begin()
@@ -119,14 +122,18 @@ class Attachment:
 
     def gradients(self) -> GradientsOf:
         """Those of this rank's pieces, bucket by bucket as they are needed, for a step."""
+        self.require_averaged()
+        self.reducer.judge()  # of what was unfrozen just now
+        return self.reducer.gradients_in
+
+    def require_averaged(self) -> None:
+        """Raise if a gradient is of this rank alone."""
         local = self.reducer.not_reduced()
         if local:
             raise RuntimeError(
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
                 "backwards since the last step were inside no_sync(). Do the last one outside of it"
             )
-        self.reducer.judge()  # of what was unfrozen just now
-        return self.reducer.gradients_in
 
     def judge(self) -> None:
         """Raise if the last backward has raised, on this rank or another; the gradients are then
@@ -163,6 +170,7 @@ class Attachment:
         happened before, nothing is waited for."""
         shards = self._shards
         shards.follower = None
+        self._transport.when_disagreeing = _nothing
         if self._transport.refusal is not None:
             shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
@@ -341,8 +349,12 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
+def _nothing() -> None:
+    pass
+
+
 @torch.no_grad()
-def _send_from_first_rank(transport: Transport, module: torch.nn.Module) -> None:
+def send_from_first_rank(transport: Transport, module: torch.nn.Module) -> None:
     """Parameters and buffers of rank 0 to all ranks, as DDP does it."""
     tensors = [*module.parameters(), *module.buffers()]
     for tensor in {id(t): t for t in tensors}.values():

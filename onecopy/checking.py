@@ -22,10 +22,12 @@ class Checks(Parts):
     _check_every: int | None
     _check_steps: bool
     _sentry: Sentry | None
+    _looked: int
 
     def _watch_with(self, check_every: int | None) -> None:
         self._check_every = check_every
         self._check_steps = False
+        self._looked = 0  # before which step, last
         self._sentry = Sentry() if check_every else None
 
     def assert_replicas_equal(self) -> None:
@@ -53,7 +55,7 @@ class Checks(Parts):
 
     def _look_for_damage(self) -> None:
         """A step begins, and nothing has been changed yet."""
-        if self._sentry is None:
+        if self._sentry is None or self._looked == self._steps:  # a step that is called again
             return
         self._sentry.watch(self._roster.params, self._steps)
         self._sentry.inspect(contents(self._local), self._steps)
@@ -61,6 +63,7 @@ class Checks(Parts):
             self._transport.add_to_note("comparing replicas")
             require_agreement(self._transport, "comparing the ranks", self._description())
             self._require_equal(*self._sentry.history(self._steps))
+        self._looked = self._steps
 
     def _seal_state(self) -> None:
         """A step has ended."""

@@ -17,7 +17,6 @@ from torch._compile import _disable_dynamo
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.agreement import RanksDisagree
 from onecopy.buffers import is_dense
 from onecopy.reducer import Reducer
 from onecopy.transport import Transport, average_as_ddp
@@ -296,15 +295,13 @@ class DDPFeed:
                 self._is_queued = True
             except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
                 self._is_queued = False
-            try:
-                self._enter()
-            except RanksDisagree:  # nothing has left, on any rank: there is nothing to finish
-                self._has_ended = True
-                raise
+            self._enter()
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
             self._reducer.begin()
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._reducer.arrived(self._index[param], _as_laid_out(param, grad))
+            index = self._index.get(param)  # DDP also has what was frozen and is not ours
+            if index is not None:
+                self._reducer.arrived(index, _as_laid_out(param, grad))
         if bucket.is_last() and not self._is_queued:
             self._reducer.end(present=set())
 

@@ -47,9 +47,11 @@ class Transfer:
         self.copy_in.run()
         if self.slots is not None:
             return Journey(transport.all_gather_slots(self.slots))
+        if self.lending is not None:
+            self.lending.fill(transport)  # may fail: nothing is under way yet
         loans, borrowing = transport.borrow([each.lender for each in self.borrowings], _TAG)
         if self.lending is not None:
-            self.lending.start(transport)
+            self.lending.tell(transport)
         return Journey(Pending.together([borrowing, transport.share(self.parts)]), loans)
 
     def arrive(self, journey: Journey) -> None:
@@ -77,9 +79,12 @@ class Lending:
     part: torch.Tensor
     copies: Copies  # the pieces, one after the other
 
-    def start(self, transport: Transport) -> None:
+    def fill(self, transport: Transport) -> None:
         transport.wait_until_read(self.memory)
         self.copies.run()
+
+    def tell(self, transport: Transport) -> None:
+        """The readers may read it."""
         readers = [rank for rank in transport.others if rank in transport.neighbours]
         transport.lend(self.memory, dict.fromkeys(readers, self.part), _TAG)
 
@@ -123,7 +128,7 @@ class Gatherer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._params: Sequence[torch.Tensor] = ()
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer] | None = []  # None: preparing them has failed
         self._launched: dict[int, Journey] = {}  # by bucket, those nobody has waited for
         self._staging = Staging(IN_FLIGHT)
         self._lent = Staging(LENT)
@@ -144,8 +149,9 @@ class Gatherer:
         buckets = range(len(plan.buckets))
         self.order = buckets[::-1] if lazy else buckets
         self._params = [params[index] for index in sorted(plan.params)]
-        self._transfers = []
+        self._transfers = None
         if self._transport.world_size == 1:
+            self._transfers = []
             return
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
@@ -159,6 +165,7 @@ class Gatherer:
                 staging.demand(turn, route.staged, route.like)
             if route.lent:
                 lent.demand(turn, route.lent_slot, route.like)
+        transfers = []
         for turn, route in enumerate(routes):
             buffer = staging.reserve(turn, route.staged, route.like) if route.staged else None
             transfer = route.transfer(buffer)
@@ -167,16 +174,18 @@ class Gatherer:
                 shared = lent.lender(turn, route.like)
                 assert shared is not None
                 transfer.lending = Lending(shared, part, _packed(route.lent, part))
-            self._transfers.append(transfer)
+            transfers.append(transfer)
+        self._transfers = transfers
 
     def start(self, bucket: int) -> None:
         """Send this rank's part of a bucket, and receive the others', in the background."""
-        if not self._transfers:
+        if self._transport.world_size == 1:
             return
+        transfer = self._prepared()[bucket]
         if not self._is_lazy and len(self._launched) == IN_FLIGHT:
             self.wait([next(iter(self._launched))])
         with torch.no_grad(), self._transport.ledger.launching(Phase.GATHER, bucket):
-            self._launched[bucket] = self._transfers[bucket].start(self._transport)
+            self._launched[bucket] = transfer.start(self._transport)
 
     def finish(self) -> None:
         """All buckets have been started: wait for them, unless that is left to others."""
@@ -198,7 +207,16 @@ class Gatherer:
     def _arrive(self, bucket: int, journey: Journey) -> None:
         """Called by hooks on modules, which may be compiled: this is nothing to be traced."""
         with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):
-            self._transfers[bucket].arrive(journey)
+            self._prepared()[bucket].arrive(journey)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Not if there was too little memory, or if there were too few files."""
+        return self._transfers is not None
+
+    def _prepared(self) -> list[Transfer]:
+        assert self._transfers is not None  # whoever steps has seen to that
+        return self._transfers
 
     def forget(self) -> None:
         """What is under way will never arrive."""

@@ -44,8 +44,8 @@ class Joins(Parts):
             self._transport.add_to_note(f"inside Join, before {turn.name}")
         with self._transport.naming_absentees():  # also those outside of the context
             work = Join.notify_join_context(self)
-            if work is not None:
-                work.wait()
+        if work is not None:
+            self._transport.wait_for([work])
         return find_party(self._transport, turn) if self._join_config.enable else None
 
     def _take_part_joined(self) -> None:
@@ -53,18 +53,23 @@ class Joins(Parts):
         while True:
             party = find_party(self._transport, Turn.JOINED)
             assert party is not None
-            if party.turn is Turn.STEP:
-                with contextlib.suppress(GradientsDropped):  # who has inputs is told
-                    self._step(None, {}, party)
-            elif party.turn is Turn.SKIP:
-                self._drop_gradients()
-            elif party.turn is Turn.BACKWARD:
-                self._attached("join").shadow_backward(party)
-            else:
-                self._transport.note("looking at gradients with the others, joined")
-                self._follow_changes(party)
-                method, *args = same_call(self._transport, party, ())
-                getattr(self._attached("join"), method)(*args)
+            with contextlib.suppress(GradientsDropped):  # who has inputs is told
+                self._take_turn(party)
             # Who comes first in Join(...) calls this for every turn, others once per iteration.
             if self._join_config.is_first_joinable or party.turn in (Turn.STEP, Turn.SKIP):
                 return
+
+    def _take_turn(self, party: Party) -> None:
+        """In the order of what the others do."""
+        if party.turn is Turn.STEP:
+            self._step(None, {}, party)
+        elif party.turn is Turn.SKIP:
+            self._drop_gradients()
+        elif party.turn is Turn.BACKWARD:
+            self._attached("join").shadow_backward(party)
+        else:
+            self._attached("join").judge()
+            self._transport.note("looking at gradients with the others, joined")
+            self._follow_changes(party)
+            method, *args = same_call(self._transport, party, ())
+            getattr(self._attached("join"), method)(*args)

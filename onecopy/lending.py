@@ -7,9 +7,10 @@
 
 The memory is anonymous (``memfd``): it has no name that others could guess, nothing is left behind
 when a process is killed, and a reader's mapping stays valid when the lender is gone. It begins with
-a semaphore, which readers post, and with one number for each rank: the last ticket whose data that
-rank has read, for error messages. A reader opens the memory through ``/proc``, which the kernel
-admits for processes of the same user.
+a semaphore, which readers post, with a number by which it is known (descriptors and processes are
+numbered anew), and with one number for each rank: the last ticket whose data that rank has read,
+for error messages. A reader opens the memory through ``/proc``, which the kernel admits for
+processes of the same user; whatever is not such memory is neither read nor written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import fcntl
 import itertools
 import os
 import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -28,19 +30,21 @@ from typing import NamedTuple
 import torch
 
 from onecopy.semaphores import SIZE as SEMAPHORE
-from onecopy.semaphores import Semaphore
+from onecopy.semaphores import Semaphore, are_available
 
 _ALIGNMENT = 64
+_NAME = "onecopy"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
-_generations = itertools.count(1)
+# What no other memory has, of any process.
+_generations = itertools.count(int.from_bytes(os.urandom(7), "little"))
 
 
 class Address(NamedTuple):
     """Where lent data is."""
 
     fd: int  # of the memory, in the lender's process
-    generation: int  # of the memory: others may have had the descriptor before
+    generation: int  # by which the memory is known: others may have had the descriptor before
     start: int  # in bytes
     stop: int
     ticket: int  # to be noted when it was read
@@ -49,11 +53,17 @@ class Address(NamedTuple):
 # -------------------------------------------------------------------------- memory
 
 
+def is_available() -> bool:
+    """Whether this system has such memory, and can tell when a process has ended."""
+    functions = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return functions and bool(_SEALS) and hasattr(fcntl, "F_ADD_SEALS") and are_available()
+
+
 def anonymous_memory(numbytes: int) -> tuple[int, torch.Tensor]:
     """A file without a name, which cannot change its size, and all of it, mapped."""
-    fd = os.memfd_create("onecopy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, numbytes)
+        os.posix_fallocate(fd, 0, numbytes)  # an error now, instead of a signal when it is used
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return fd, _mapped(f"/proc/self/fd/{fd}", numbytes)
     except BaseException:
@@ -62,9 +72,22 @@ def anonymous_memory(numbytes: int) -> tuple[int, torch.Tensor]:
 
 
 def memory_of(pid: int, fd: int) -> torch.Tensor:
-    """A file of another process, mapped."""
+    """Anonymous memory of another process, mapped. OSError if the file is anything else."""
     path = f"/proc/{pid}/fd/{fd}"
-    return _mapped(path, os.stat(path).st_size)
+    _require_ours(path)  # before it is opened: that alone can have effects
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _require_ours(f"/proc/self/fd/{own}")
+        if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError(f"{path} could shrink while it is read")
+        return _mapped(f"/proc/self/fd/{own}", os.fstat(own).st_size)
+    finally:
+        os.close(own)
+
+
+def _require_ours(path: str) -> None:
+    if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
+        raise OSError(f"{path} is not memory that was lent")
 
 
 def _mapped(path: str, size: int) -> torch.Tensor:
@@ -77,11 +100,13 @@ class SharedMemory:
     def __init__(self, numbytes: int, world_size: int) -> None:
         head = _head(world_size)
         self.fd, memory = anonymous_memory(head + max(numbytes, 1))
-        weakref.finalize(self, os.close, self.fd)
+        # Not when the process ends: a reader may be about to open it, and the kernel closes it.
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self._was_read = Semaphore.make(memory)
         self._read = _tickets(memory, world_size)
         self.data = memory[head : head + numbytes]
         self._generation = next(_generations)
+        _known_by(memory).fill_(self._generation)
         self._ticket = 0
         self._readers: Sequence[int] = ()
         self._awaited = 0  # times that a reader has yet to post
@@ -119,8 +144,10 @@ class SharedMemory:
 class Borrowed:
     """Memory of a neighbour, mapped."""
 
-    def __init__(self, memory: torch.Tensor, generation: int, world_size: int) -> None:
-        self.generation = generation
+    def __init__(self, memory: torch.Tensor, world_size: int) -> None:
+        if len(memory) < _head(world_size):
+            raise OSError("that memory is too small to have been lent")
+        self.generation = int(_known_by(memory))
         self.data = memory[_head(world_size) :]
         self._was_read = Semaphore(memory)
         self._read = _tickets(memory, world_size)
@@ -131,12 +158,19 @@ class Borrowed:
         self._was_read.post()
 
 
+_TICKETS = SEMAPHORE + _ALIGNMENT  # where they begin
+
+
 def _head(world_size: int) -> int:
-    return SEMAPHORE + -(-8 * world_size // _ALIGNMENT) * _ALIGNMENT
+    return _TICKETS + -(-8 * world_size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _known_by(memory: torch.Tensor) -> torch.Tensor:
+    return memory[SEMAPHORE : SEMAPHORE + 8].view(torch.int64)
 
 
 def _tickets(memory: torch.Tensor, world_size: int) -> torch.Tensor:
-    return memory[SEMAPHORE : SEMAPHORE + 8 * world_size].view(torch.int64)
+    return memory[_TICKETS : _TICKETS + 8 * world_size].view(torch.int64)
 
 
 # -------------------------------------------------------------------------- letters
@@ -155,8 +189,10 @@ class _Box:
             memory.data_ptr() + 2 * SEMAPHORE
         )
         self._next = 0
+        self._lock = threading.Lock()
 
     def _place(self) -> int:
+        """Where the next letter is; to be called with the lock, by threads of this process."""
         place = self._next % _LETTERS * _LETTER.size
         self._next += 1
         return place
@@ -174,8 +210,9 @@ class Outbox(_Box):
         """Unless there is no room within a time."""
         if not self._room_left.wait(seconds):
             return False
-        _LETTER.pack_into(self._ring, self._place(), tag, *address)
-        self._written.post()
+        with self._lock:
+            _LETTER.pack_into(self._ring, self._place(), tag, *address)
+            self._written.post()
         return True
 
 
@@ -208,10 +245,11 @@ class Inbox(_Box):
             self._take()
 
     def _take(self) -> None:
-        tag, *address = _LETTER.unpack_from(self._ring, self._place())
+        with self._lock:
+            tag, *address = _LETTER.unpack_from(self._ring, self._place())
+            self._received[tag] += 1
+            self._waiting[tag, self._received[tag]] = Address(*address)
         self._room_left.post()
-        self._received[tag] += 1
-        self._waiting[tag, self._received[tag]] = Address(*address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from onecopy import semaphores
 from onecopy.lending import (
     Address,
     Borrowed,
@@ -29,6 +29,7 @@ from onecopy.lending import (
     Inbox,
     Outbox,
     SharedMemory,
+    is_available,
     memory_of,
 )
 
@@ -51,19 +52,24 @@ class Loan:
     letter: tuple[int, int]  # by which it is found
     address: Address = field(init=False)  # once it has arrived
     memory: Borrowed = field(init=False)
+    _is_given_back: bool = False
 
-    def arrive(self, patience: float) -> None:
+    def arrive(self, patience: Callable[[], float]) -> None:
         """Wait until the data can be read."""
         self.address = self.neighbourhood.find(self, patience)
         self.memory = self.neighbourhood.map(self.lender, self.address)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The data, in the lender's memory: not to be written to."""
+        if not 0 <= self.address.start <= self.address.stop <= len(self.memory.data):
+            raise RuntimeError(f"rank {self.lender} has lent memory that it does not have")
         return self.memory.data[self.address.start : self.address.stop].view(dtype)
 
     def give_back(self) -> None:
-        """It was read: the lender may write there again."""
-        self.memory.give_back(self.neighbourhood.rank, self.address.ticket)
+        """It was read: the lender may write there again. Once, however often this is called."""
+        if not self._is_given_back:
+            self._is_given_back = True
+            self.memory.give_back(self.neighbourhood.rank, self.address.ticket)
 
 
 @dataclass(eq=False)
@@ -80,7 +86,8 @@ class Neighbourhood:
     _lent: set[SharedMemory] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, _linger, self._lent, self.pids)
+        if self.pids:
+            weakref.finalize(self, _linger, self._lent, self.pids)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.pids
@@ -89,7 +96,11 @@ class Neighbourhood:
         return len(self.pids)
 
     def lend(
-        self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int, patience: float
+        self,
+        memory: SharedMemory,
+        parts: Mapping[int, torch.Tensor],
+        tag: int,
+        patience: Callable[[], float],
     ) -> None:
         """Tell the readers, by rank, which part of the memory is for them."""
         memory.lend(list(parts))
@@ -110,7 +121,7 @@ class Neighbourhood:
         """What the lender's next ``lend`` with this tag will tell."""
         return Loan(self, lender, self._inboxes[lender].expect(tag))
 
-    def find(self, loan: Loan, patience: float) -> Address:
+    def find(self, loan: Loan, patience: Callable[[], float]) -> Address:
         """Where the data is; waits for the letter."""
         inbox = self._inboxes[loan.lender]
         found = inbox.find(loan.letter, 0)
@@ -130,15 +141,17 @@ class Neighbourhood:
         """The memory of a neighbour, mapped when it is met for the first time."""
         known = self._borrowed.get((lender, at.fd))
         if known is None or known.generation != at.generation:
+            gone = f"the memory of rank {lender} is gone"
             try:
-                memory = memory_of(self.pids[lender], at.fd)
+                known = Borrowed(memory_of(self.pids[lender], at.fd), self.world_size)
             except OSError as error:
-                raise RuntimeError(f"the memory of rank {lender} is gone") from error
-            known = Borrowed(memory, at.generation, self.world_size)
+                raise RuntimeError(gone) from error
+            if known.generation != at.generation:
+                raise RuntimeError(gone)
             self._borrowed[lender, at.fd] = known
         return known
 
-    def wait_until_read(self, memory: SharedMemory, patience: float) -> None:
+    def wait_until_read(self, memory: SharedMemory, patience: Callable[[], float]) -> None:
         """Until all readers of what was lent before have read it; at once, nearly always."""
         if not memory.wait_until_read(0):
             what = "has not read what was lent to it"
@@ -148,13 +161,14 @@ class Neighbourhood:
         self,
         is_done: Callable[[float], bool],
         ranks: Sequence[int],
-        patience: float,
+        patience: Callable[[], float],
         complaint: str,
     ) -> None:
-        """For ranks of which none may end before. ``is_done`` waits so many seconds itself."""
+        """For ranks of which none may end before. ``is_done`` waits so many seconds itself;
+        ``patience``, in seconds too, is asked for only if that takes long."""
         if is_done(_AT_FIRST):
             return
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + patience()
         with contextlib.ExitStack() as stack:
             have_ended = _ends_of([self.pids[rank] for rank in ranks], stack)
             while not is_done(_LATER):
@@ -163,6 +177,11 @@ class Neighbourhood:
                     raise RuntimeError(f"one of the ranks {list(ranks)} {complaint}")
                 if over:
                     return
+
+    def ended(self) -> list[int]:
+        """The ranks of this host whose processes are gone."""
+        with contextlib.ExitStack() as stack:
+            return [rank for rank, pid in self.pids.items() if _ends_of([pid], stack)()]
 
     def forget(self) -> None:
         """Let go of what is no longer used; what is met again will be mapped again."""
@@ -197,12 +216,12 @@ def find(rank: int, everybody: Callable[[bytes], list[bytes]], world_size: int) 
     All ranks of a host are neighbours, or none: if one of them cannot read another's memory.
     """
     probe = _probe(world_size)
-    host, fd = (os.urandom(16), -1) if probe is None else (_host(), probe.fd)
+    host, fd = (os.urandom(16), -1) if probe is None else (probe.host, probe.memory.fd)
     said = everybody(struct.pack(_ABOUT, host, os.getpid(), fd))
     hosts, pids, fds = zip(*(struct.unpack(_ABOUT, each) for each in said), strict=True)
     same = [other for other in range(world_size) if hosts[other] == host]
     with contextlib.ExitStack() as closing:
-        desk = _desk(len(same), closing)
+        desk = _desk(len(same), closing) if probe is not None else None
         reads_all = all(_can_read(pids[other], fds[other], world_size) for other in same)
         desks = everybody(struct.pack(_DESK, desk.fd if desk is not None and reads_all else -1))
         boxes = _inboxes(same.index(rank), {r: (pids[r], desks[r]) for r in same if r != rank})
@@ -217,7 +236,7 @@ def find(rank: int, everybody: Callable[[bytes], list[bytes]], world_size: int) 
 def _desk(boxes: int, closing: contextlib.ExitStack) -> Desk | None:
     try:
         desk = Desk.make(boxes)
-    except (OSError, RuntimeError, AttributeError):  # no such memory here
+    except (OSError, RuntimeError):  # no such memory here
         return None
     closing.callback(os.close, desk.fd)
     return desk
@@ -239,23 +258,27 @@ _DESK = "q"  # the file descriptor of its desk; -1 if it cannot read the others'
 _SECRET = b"onecopy memory\0\0"
 
 
-def _probe(world_size: int) -> SharedMemory | None:
-    """Memory by which others find out whether they can read it."""
-    if os.environ.get("ONECOPY_SHARED_MEMORY") == "0":
-        return None
-    if not (hasattr(os, "memfd_create") and semaphores.are_available()):
+class _Probe(NamedTuple):
+    """Memory by which others find out whether they can read it, and where this process is."""
+
+    memory: SharedMemory
+    host: bytes
+
+
+def _probe(world_size: int) -> _Probe | None:
+    if os.environ.get("ONECOPY_SHARED_MEMORY") == "0" or not is_available():
         return None
     try:
         memory = SharedMemory(len(_SECRET), world_size)
-    except (OSError, RuntimeError):  # no such memory here
+        memory.data.copy_(torch.frombuffer(bytearray(_SECRET), dtype=torch.uint8))
+        return _Probe(memory, _host())
+    except (OSError, RuntimeError):  # no such memory here, or a sandbox that hides where we are
         return None
-    memory.data.copy_(torch.frombuffer(bytearray(_SECRET), dtype=torch.uint8))
-    return memory
 
 
 def _can_read(pid: int, fd: int, world_size: int) -> bool:
     try:
-        found = Borrowed(memory_of(pid, fd), 0, world_size).data
+        found = Borrowed(memory_of(pid, fd), world_size).data
         os.close(os.pidfd_open(pid))
     except (OSError, RuntimeError):
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,14 +47,15 @@ class Notes:
         self.count -= 1
         self.write(text, same_place=True)
 
-    def report(self) -> str:
-        """Who is missing, and where everybody was; without a store, where this rank was.
+    def report(self, ended: Sequence[int] = ()) -> str:
+        """Who is missing, and where everybody was; without a store, where this rank was, and which
+        of those that it can see have ended.
 
         The first rank to ask writes it down for all: what the others do afterwards, or when they
         come to ask, changes nothing, and every rank shows the same. A group in which a collective
         has failed is of no use any more, so there is one report for all times.
         """
-        found = self._describe()
+        found = self._describe(ended)
         if self.store is None or self.world_size == 1:
             return found
         try:
@@ -62,8 +64,10 @@ class Notes:
             return found
         return kept
 
-    def _describe(self) -> str:
+    def _describe(self, ended: Sequence[int]) -> str:
         seen = self._read()
+        if seen is None and ended:
+            return f"a collective failed: {name_ranks(ended)} ended. This one was last {self.last}"
         if seen is None:
             return f"a collective failed on rank {self.rank}: {self.last}"
         furthest = max(note.number for note in seen)

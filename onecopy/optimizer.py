@@ -212,7 +212,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
         try:
             with self._shards.all_or_nothing():
                 agree(self._transport, "adding a parameter group", prepare)
-        except Exception:
+        except BaseException:
             del self.param_groups[before:]
             raise
         self.defaults = self._local.defaults
@@ -283,6 +283,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             replay = Replay(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.give_up_raised()
+        if not self._check_steps:  # else all ranks are told of it
+            # Before anything is done together: so that this rank can call it again.
+            with self._transport.noting_errors(f"in step {self._steps + 1}{self._mode}"):
+                self._require_usable_gradients()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
@@ -345,10 +349,13 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
         if borrowed is not None:
             return self._local.by_bucket(borrowed).__getitem__
-        self._require_usable_gradients()
+        self._require_usable_gradients()  # once more, of what was unfrozen just now
         return of_the_parameters
 
     def _require_usable_gradients(self) -> None:
+        if self._attachment is not None:
+            self._attachment.require_averaged()
+            return
         self._shards.require_finished_backward()
         for index in self._plan.cut_params:
             grad = self._roster.params[index].grad

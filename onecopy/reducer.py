@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.agreement import name_ranks, require_agreement
+from onecopy.agreement import RanksDisagree, name_ranks, require_agreement
 from onecopy.buffers import Staging, in_layout_of, is_dense
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
@@ -41,7 +41,9 @@ IN_FLIGHT = 3
 # What neighbours read in place is free again when they have: with one buffer more than there are
 # buckets in flight, a rank that is ahead of them can go on.
 LENT = IN_FLIGHT + 1
-_TAGS_FROM = 1 << 16  # apart from those of the gathers
+# Tags are apart from those of the gathers and of other attachments: ranks on which one backward
+# reaches several attached modules may launch their buckets in different orders.
+_TAGS_EACH, _ATTACHMENTS = 1 << 20, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ class _Verdict:
 
     def read(self) -> _Said:
         self.pending.wait()
-        *marks, most, least = self.marks.tolist()
-        said = [number for number, mark in enumerate(marks) if mark]
+        most, least = self.marks[-2:].tolist()
+        said = self.marks[:-2].nonzero().flatten().tolist()
         first_bucket, first_rank = self.params, self.params + self.buckets
         return _Said(
             present={mark for mark in said if mark < first_bucket},
@@ -126,6 +128,7 @@ class Reducer:
     ) -> None:
         """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
         self._transport = transport
+        self._tags_from = _TAGS_EACH * (1 + transport.attachments % _ATTACHMENTS)
         self._reduce_dtype = reduce_dtype
         self._master_dtype = master_dtype
         self._params: Sequence[torch.Tensor] = ()
@@ -351,7 +354,7 @@ class Reducer:
         if lane.has_equal_slots:
             pending = self._transport.reduce_slots(lane.outgoing, lane.incoming)
             return _Flight(lane, [lane.incoming], pending)
-        tag = _TAGS_FROM + lane.bucket
+        tag = self._tags_from + lane.bucket
         borrowed, borrowing = self._transport.borrow(lane.lenders, tag)
         loans = {loan.lender: loan for loan in borrowed}
         if lane.memory is not None and lane.readers:
@@ -400,7 +403,11 @@ class Reducer:
         self._verdict = None
         if not said.equally_often:
             held = f"with {plural(self.backwards, 'backward')} since the last step or zero_grad()"
-            require_agreement(self._transport, "reducing gradients", [held])
+            try:
+                require_agreement(self._transport, "reducing gradients", [held])
+            except RanksDisagree:
+                self.drop()  # on all ranks: nobody may step with a part of them
+                raise
         self._present |= said.present
         again = said.again
         late, self._late = self._late, {}

@@ -152,7 +152,10 @@ class Roster:
         lines = []
         for entry in self.entries:
             grad = entry.param.grad if with_gradients else None
-            form = "no gradient" if grad is None else f"a gradient of {tuple(grad.shape)}"
+            form = "no gradient"
+            if grad is not None:
+                is_sparse = grad.layout is not torch.strided
+                form = f"a {'sparse ' * is_sparse}gradient of {tuple(grad.shape)}"
             has = f", {form}" if with_gradients else ""
             lines.append(f"{entry.name}: requires_grad={entry.param.requires_grad}{has}")
         return lines

@@ -153,6 +153,8 @@ class Shards:
 
     def follow_memory(self) -> None:
         """Parameters that were given new memory keep their pieces, if they look the same."""
+        if not self.gatherer.is_prepared:  # that has failed, and is tried once more
+            self.settle()
         if self._memory.has_moved():
             if (
                 self._transport.world_size > 1

@@ -36,7 +36,12 @@ from onecopy.waiting import keep_for_ever, wait_interruptibly
 
 # Who is on the same host, by group: found once, by all ranks together.
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
+_attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
 _DEFAULT_PATIENCE = timedelta(minutes=30)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Part(NamedTuple):
@@ -75,7 +80,7 @@ class Pending:
         self._transport.wait_for(self._works)
         with self._transport.naming_absentees():
             for loan in self._loans:
-                loan.arrive(self._transport._patience)
+                loan.arrive(self._transport.patience)
         self._works = self._tensors = self._loans = ()
 
 
@@ -96,6 +101,7 @@ class Transport:
         self.ledger = Ledger(self.traffic)
         self._notes = notes_of(self.user_group)
         self.compares_phases = False  # ONECOPY_CHECK=step
+        self.when_disagreeing: Callable[[], None] = _nothing
         self.note("building an optimizer")
         self._group = self.user_group
         self.neighbours = Neighbourhood(self.rank, self.world_size)
@@ -148,7 +154,11 @@ class Transport:
         ``ONECOPY_CHECK=step`` a comparison of what the ranks are about to do."""
         self.note(what)
         if self.compares_phases:
-            require_agreement(self, what, ())
+            try:
+                require_agreement(self, what, ())
+            except RanksDisagree:
+                self.when_disagreeing()  # on all ranks
+                raise
 
     def add_to_note(self, detail: str) -> None:
         """Where exactly in it this rank is."""
@@ -176,7 +186,7 @@ class Transport:
         except torch.OutOfMemoryError:
             raise  # says what it is, and the others have nothing to do with it
         except RuntimeError as error:
-            report = self._notes.report()
+            report = self._notes.report(self.neighbours.ended())
             self._give_up(report)
             raise RuntimeError(report) from error
         except Exception:
@@ -202,11 +212,18 @@ class Transport:
         """A round of reports through the store, outside of collectives."""
         self.note(what)
         store = store_of(self.user_group)
-        return Exchange(store, self.rank, self.world_size, token, self._patience, what)
+        return Exchange(store, self.rank, self.world_size, token, self.patience(), what)
 
     @property
-    def _patience(self) -> float:
-        """Seconds that a collective waits."""
+    def attachments(self) -> int:
+        """How many optimizers of this group were attached so far: the same on all ranks."""
+        return _attachments.get(self.user_group, 0)
+
+    def count_attachment(self) -> None:
+        _attachments[self.user_group] = self.attachments + 1
+
+    def patience(self) -> float:
+        """Seconds that a collective waits; the user may change them at any time."""
         return (timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
 
     # ------------------------------------------------------------------ ranks on the same host
@@ -230,14 +247,14 @@ class Transport:
     def wait_until_read(self, memory: SharedMemory) -> None:
         """Until nobody reads what was lent before."""
         with self.naming_absentees():
-            self.neighbours.wait_until_read(memory, self._patience)
+            self.neighbours.wait_until_read(memory, self.patience)
 
     def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> None:
         """Tell the readers, by rank, which part of the memory is for them."""
         for part in parts.values():
             self.traffic.add(part)
         with self.naming_absentees():
-            self.neighbours.lend(memory, parts, tag, self._patience)
+            self.neighbours.lend(memory, parts, tag, self.patience)
 
     def borrow(self, lenders: Iterable[int], tag: int) -> tuple[list[Loan], Pending]:
         """What these ranks lend with ``lend``; to be read after waiting, and then given back."""

@@ -72,7 +72,7 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
     assert memory.unread() == [1, 3]
     assert not memory.wait_until_read(0)
     ticket = memory.address(memory.data).ticket
-    other = Borrowed(memory_of(os.getpid(), memory.fd), 1, world_size=4)
+    other = Borrowed(memory_of(os.getpid(), memory.fd), world_size=4)
     other.give_back(3, ticket)
     assert memory.unread() == memory.unmapped() == [1]
     assert not memory.wait_until_read(0)
@@ -248,11 +248,12 @@ def test_only_large_parts_are_lent(world: World) -> None:
 
 
 @distributed(2, 4)
+@pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("all_are_lent", [True, False], ids=["all lent", "remainders sent"])
 def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
-    world: World, all_are_lent: bool
+    world: World, all_are_lent: bool, slow: int
 ) -> None:
-    """Rank 1 reads late, in every bucket: nobody may overwrite what it has not read, not even
+    """A rank reads late, in every bucket: nobody may overwrite what it has not read, not even
     with a bucket that is itself too small to be lent."""
     read = onecopy.neighbours.Loan.tensor
 
@@ -264,7 +265,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     expected = trained(world, True, False, False)
     onecopy.neighbours.WORTH_LENDING = 1 if all_are_lent else 128 // world.size
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
+        if world.rank == slow:
             patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
         found = trained(world, True, False, False)
     assert all(map(torch.equal, found, expected))
@@ -308,7 +309,7 @@ def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
 def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
     memory = SharedMemory(100, world_size=2)
     memory.lend([1])
-    reader = Borrowed(memory_of(os.getpid(), memory.fd), 1, world_size=2)
+    reader = Borrowed(memory_of(os.getpid(), memory.fd), world_size=2)
     thread = threading.Timer(0.2, reader.give_back, (1, 1))
     thread.start()
     start = time.monotonic()

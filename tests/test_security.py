@@ -29,6 +29,8 @@ from test_run_report import trace_of
 from onecopy import estimate
 from onecopy.archive import METADATA, DamagedCheckpoint, Place, ValueEntry
 from onecopy.cli import main
+from onecopy.lending import SharedMemory, memory_of
+from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.reader import Reader
 from onecopy.recorded import Run, _understood
 from onecopy.report.plan_page import plan_page
@@ -309,3 +311,48 @@ def test_make_installs_from_locks_only() -> None:
     for recipe in recipes:
         known = ("-r requirements/", "PACKAGE_INSTALL", "torch==$(TORCH)")
         assert any(word in recipe for word in known), recipe
+
+
+# ------------------------------------------------------------------ memory of other processes
+
+
+def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
+    """A message or a number that was used again may name any file that its process has open."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious" * 100)
+    foreign = os.memfd_create("somebody", os.MFD_ALLOW_SEALING)
+    unsealed = os.memfd_create("onecopy", os.MFD_ALLOW_SEALING)
+    for fd in (foreign, unsealed):
+        os.ftruncate(fd, 4096)
+    reading, writing = os.pipe()
+    with precious.open("rb") as file:
+        for fd in (file.fileno(), foreign, unsealed, reading, writing):
+            with pytest.raises(OSError, match=r"is not memory that was lent|could shrink"):
+                memory_of(os.getpid(), fd)
+    assert precious.read_bytes() == b"precious" * 100
+    for fd in (foreign, unsealed, reading, writing):
+        os.close(fd)
+
+
+def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
+    neighbourhood = Neighbourhood(0, 2, {1: os.getpid()})
+    memory = SharedMemory(64, world_size=2)
+    memory.lend([0])
+    right = memory.address(memory.data)
+    before = memory_of(os.getpid(), memory.fd).tolist()
+    with pytest.raises(RuntimeError, match="the memory of rank 1 is gone"):
+        neighbourhood.map(1, right._replace(generation=right.generation + 1))
+    assert memory_of(os.getpid(), memory.fd).tolist() == before
+    assert neighbourhood.map(1, right).generation == right.generation
+    neighbourhood.abandon()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-8, 8), (8, 0), (0, 65), (2**60, 2**61)])
+def test_nothing_outside_of_lent_memory_is_read(start: int, stop: int) -> None:
+    neighbourhood = Neighbourhood(0, 2, {1: os.getpid()})
+    memory = SharedMemory(64, world_size=2)
+    loan = Loan(neighbourhood, 1, (0, 1))
+    loan.address = memory.address(memory.data)._replace(start=start, stop=stop)
+    loan.memory = neighbourhood.map(1, loan.address)
+    with pytest.raises(RuntimeError, match="lent memory that it does not have"):
+        loan.tensor(torch.uint8)
