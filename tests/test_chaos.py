@@ -110,7 +110,9 @@ def test_a_port_that_is_always_taken_ends_with_a_summary(monkeypatch: pytest.Mon
     [
         ("a collective failed: rank 1 did not arrive", True),
         ("one of the ranks [1] has not lent what it should", True),
-        ("no sign of life from rank 10", False),
+        ("no sign of life from rank 1 for 60 s", True),
+        ("no sign of life from rank 10 for 60 s", False),
+        ("or one was lost. Last seen:\n  rank 1: in step 10", False),
         ("", False),
     ],
 )

@@ -181,7 +181,8 @@ class Job:
     def _judge_survivor(self, life: Life, lost: int) -> None:
         """Nobody has ended it: it has noticed, and says who is gone."""
         error = life.errors.get(1 - lost, "")
-        if not re.search(rf"\brank {lost}\b|\branks \[{lost}\]", error):
+        names = rf"\brank {lost} did not arrive|from rank {lost}\b|\bof the ranks \[{lost}\]"
+        if not re.search(names, error):
             self._fault(f"{life.name}: the other machine does not name rank {lost}:\n{error}")
 
     def _fault(self, what: str) -> None:
