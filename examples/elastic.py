@@ -12,6 +12,7 @@ step and not to a rank.
     checkpoints/step-00000010/model.pt   the parameters, from rank 0
                              /optim      the optimizer's state, from all ranks
                /saving                   becomes step-00000020 once all of it is there
+               /removing                 older ones, on their way out
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def report(step: int, loss: Tensor) -> None:
 
 
 def save(directory: Path, step: int, net: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
-    saving = directory / "saving"
+    saving, removing = directory / "saving", directory / "removing"
     if dist.get_rank() == 0:
         saving.mkdir(parents=True, exist_ok=True)
         with open(saving / "model.pt", "wb") as file:
@@ -83,9 +84,20 @@ def save(directory: Path, step: int, net: nn.Module, optimizer: ZeroRedundancyOp
             os.fsync(file.fileno())
     optimizer.save(saving / "optim", net)  # returns when all ranks' shares are on the disk
     if dist.get_rank() == 0:
+        sync(saving)
         saving.rename(directory / f"step-{step:08}")
+        sync(directory)
+        removing.mkdir(exist_ok=True)
         for old in complete(directory)[:-2]:
-            shutil.rmtree(old)
+            old.rename(removing / old.name)  # in an instant, so that none is ever listed in part
+        shutil.rmtree(removing)
+
+
+def sync(directory: Path) -> None:
+    """The names in it are on the disk, as the files are."""
+    handle = os.open(directory, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def complete(directory: Path) -> list[Path]:

@@ -1,27 +1,32 @@
 """A process of its own that waits somewhere, or exits somehow, for tests/test_interrupts.py.
 
-    python interrupted.py <scenario> <rank> <port of the store>
+    python interrupted.py <scenario> <rank> <port of the store> <directory> <"send" or "lend">
 
 Rank 0 does what the scenario says. Rank 1 takes part in the beginning, then stays away and alive,
-or exits, too. The group's timeout is ten minutes: nobody may wait for that.
+or exits, too. The group's timeout is ten minutes: nobody may wait for that. What is lent is awaited
+in another way than what is sent.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from onecopy import ZeroRedundancyOptimizer
+from onecopy import ZeroRedundancyOptimizer, neighbours
 
-SCENARIO, RANK, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+SCENARIO, RANK, PORT, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+if sys.argv[5] == "lend":
+    neighbours.WORTH_LENDING = 1
 torch.set_num_threads(1)
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False)
 dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=timedelta(minutes=10))
@@ -51,6 +56,28 @@ def backward() -> None:
     MODEL(torch.full((2, 16), RANK + 1.0)).sum().backward()
 
 
+LOOKS, BETWEEN_LOOKS = 5, 0.1  # seconds
+
+
+def say_when_this_thread_waits() -> None:
+    """It does when it is seen in the same line again and again."""
+    thread = threading.get_ident()
+
+    def place() -> tuple[str, int]:
+        frame = sys._current_frames()[thread]
+        return frame.f_code.co_filename, frame.f_lineno
+
+    def watch() -> None:
+        seen = [place()]
+        while len(seen) < LOOKS:
+            time.sleep(BETWEEN_LOOKS)
+            now = place()
+            seen = [*seen, now] if seen[-1] == now else [now]
+        say(f"waiting in {Path(seen[0][0]).name}")
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def say(word: str) -> None:
     print(word, flush=True)
 
@@ -68,7 +95,7 @@ def alone(wait: Callable[[], Any]) -> None:
     """Rank 0 waits for rank 1, which never comes."""
     together()
     if RANK == 0:
-        say("waiting")
+        say_when_this_thread_waits()
         wait()
     time.sleep(600)
 
@@ -104,7 +131,7 @@ def in_forward() -> None:
 
 def in_save() -> None:
     optimizer = made(attach=False)
-    alone(lambda: optimizer.save(f"/tmp/onecopy-interrupted-{PORT}"))
+    alone(lambda: optimizer.save(DIRECTORY))
 
 
 def caught() -> None:
@@ -113,7 +140,7 @@ def caught() -> None:
     together()
     if RANK == 1:
         time.sleep(600)
-    say("waiting")
+    say_when_this_thread_waits()
     try:
         backward()
         optimizer.step()

@@ -8,24 +8,38 @@ from typing import Any
 import chaos
 import pytest
 import torch
-from chaos_job import Life
-from chaos_plan import MODES, PHASES, SAVE_EVERY, SIZES, STEPS, Plan, make_plan, make_plans
+from chaos_job import Life, read_lives
+from chaos_plan import (
+    KEEPS_ITS_RANKS,
+    MODES,
+    SAVE_EVERY,
+    SITES,
+    SIZES,
+    STEPS,
+    Plan,
+    make_plan,
+    make_plans,
+)
 from harness import World, distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def kill(phase: str, announcer: int, victim: int, visit: int, site: float) -> dict[str, Any]:
-    order = {"phase": phase, "visit": visit, "site": site, "delay": 0.0}
+def kill(phase: str, site: str, announcer: int, victim: int, visit: int) -> dict[str, Any]:
+    order = {"phase": phase, "site": site, "visit": visit, "call": 1, "delay": 0.0}
     return {**order, "announcer": announcer, "victim": victim}
 
 
 def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been() -> None:
-    in_save = kill("save", announcer=0, victim=0, visit=2, site=0.5)  # before the metadata
-    in_load = kill("load", announcer=1, victim=0, visit=1, site=0.9)
+    in_save = kill("save", "before saving.write_metadata", announcer=0, victim=0, visit=2)
+    in_load = kill("load", "after loading.load_into", announcer=1, victim=0, visit=1)
     tally = chaos.Tally()
     chaos.run(Plan(0, "attached", ((2, 2),), {"0.0": in_save, "0.1": in_load}), tally)
     assert dict(tally.kills) == {"save": 1, "load": 1}
+    assert dict(tally.places) == {
+        "save: before saving.write_metadata": 1,
+        "load: after loading.load_into": 1,
+    }
     assert tally.failures == 0
     assert tally.resumed == 2
     assert tally.lost_steps == SAVE_EVERY
@@ -37,22 +51,86 @@ def life(**what: Any) -> Life:
     return Life(**{"name": "0.1", "ranks": 2, "joined": 2, "resumed": 8, **what})
 
 
+LOST_PORT: dict[str, Any] = {"joined": 0, "resumed": None, "errors": {0: "EADDRINUSE"}}
+KILLED: dict[str, Any] = {
+    "kill": {"killed": 1, "phase": "save", "where": "here", "begun": 1, "time": 0.0}
+}
+
+
+def judged(directory: Path, lives: list[Life], code: int | None, **plan: Any) -> chaos.Job:
+    order = kill("save", "before torch.save", announcer=0, victim=1, visit=1)
+    job = chaos.Job(
+        Plan(0, "attached", ((2, 1),), {"0.0": order}, **plan), directory, chaos.Tally()
+    )
+    job._judge_lives(lives, code)
+    return job
+
+
 @pytest.mark.parametrize(
     ("lives", "expected"),
     [
         ([life(name="0.0", saved=12), life()], "resumed at 8, 12 was complete"),
-        ([life(name="0.0", resumed=None, errors=["why"]), life()], "0.0 did not load:\nwhy"),
-        ([life(name="0.0", errors=["why"]), life()], "0.0 ended by itself:\nwhy"),
+        ([life(name="0.0", resumed=None, errors={1: "why"}), life()], "did not load:\nrank 1: why"),
+        ([life(name="0.0", errors={0: "why"}), life()], "0.0 ended by itself:\nrank 0: why"),
+        ([life(name="0.0", done=2), life()], "0.0 never came to a kill before torch.save"),
         ([life(name="0.0"), life(done=1)], "0.1 did not come to its end"),
         ([life(name="0.0")], "1 lives, torchrun ended with 1"),
+        ([], "0 lives, torchrun ended with 1"),
     ],
 )
 def test_what_goes_wrong_in_a_job_is_told(tmp_path: Path, lives: list[Life], expected: str) -> None:
-    tally = chaos.Tally()
-    job = chaos.Job(Plan(0, "attached", ((2, 1),), {"0.0": {}}), tmp_path, tally)
-    job._judge_lives(lives, code=1)
+    job = judged(tmp_path, lives, code=1)
     assert any(expected in fault for fault in job.faults), job.faults
-    assert tally.failures == len(job.faults)
+    assert job.tally.missed == 1
+    assert job.tally.failures == len(job.faults) + 1
+
+
+def test_a_job_that_has_lost_its_port_is_still_judged(tmp_path: Path) -> None:
+    lost = life(name="0.0", **LOST_PORT)
+    assert not judged(tmp_path, [lost, life()], code=None).faults
+    earlier = life(name="0.-1", saved=12)
+    assert judged(tmp_path, [earlier, lost, life()], code=None).faults == [
+        "0.1 resumed at 8, 12 was complete"
+    ]
+
+
+def test_a_port_that_is_always_taken_ends_with_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: chaos.Job) -> list[str]:
+        raise chaos.PortTaken
+
+    monkeypatch.setattr(chaos.Job, "run", run)
+    tally = chaos.Tally()
+    chaos.run(make_plan(0), tally)
+    assert (tally.begun_again, tally.missed, tally.failures) == (3, 5, 5)
+    assert str(tally).startswith("chaos: 0 of 5 kills")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_enough"),
+    [
+        ("a collective failed: rank 1 did not arrive", True),
+        ("one of the ranks [1] has not lent what it should", True),
+        ("no sign of life from rank 1 for 60 s", True),
+        ("no sign of life from rank 10 for 60 s", False),
+        ("or one was lost. Last seen:\n  rank 1: in step 10", False),
+        ("", False),
+    ],
+)
+def test_the_survivor_of_a_machine_must_name_the_lost_rank(
+    tmp_path: Path, said: str, is_enough: bool
+) -> None:
+    first = life(name="0.0", errors={0: said} if said else {}, **KILLED)
+    last = life(done=2, started=1.0, curves={0: {STEPS: (1.0).hex()}})
+    job = judged(tmp_path, [first, last], code=0, on_machines=True)
+    assert (not job.faults) == is_enough, job.faults
+    assert job.tally.missed == 0
+
+
+def test_a_checkpoint_is_complete_when_rank_0_says_so(tmp_path: Path) -> None:
+    (tmp_path / "lives").mkdir()
+    for rank, step in ((0, 4), (1, 8)):
+        (tmp_path / "lives" / f"0.0-{rank}.jsonl").write_text(f'{{"saved": {step}}}\n')
+    assert read_lives(tmp_path)["0.0"].saved == 4
 
 
 def test_losses_that_differ_in_the_last_bit_are_told(tmp_path: Path) -> None:
@@ -64,19 +142,52 @@ def test_losses_that_differ_in_the_last_bit_are_told(tmp_path: Path) -> None:
     assert "first at step 2" in job.faults[0]
 
 
-def test_plans_follow_from_the_seed_and_reach_every_phase_and_mode() -> None:
-    plans = make_plans(50, machines=2, seed=0)
-    assert plans == make_plans(50, machines=2, seed=0)
-    *of_ranks, first, second = plans
-    phases = [order["phase"] for plan in of_ranks for order in plan.kills.values()]
-    assert len(phases) == 50
-    assert min(phases.count(phase) for phase in PHASES) >= 8
+def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    tally = chaos.Tally()
+    job = chaos.Job(make_plan(0), tmp_path, tally)
+    broken, sound = life(curves={0: {1: "nan"}}), life(curves={0: {1: (1.0).hex()}})
+    job._compare(broken, broken)
+    assert (tally.compared, tally.differing) == (1, 1)
+    for ours, theirs in ((broken, sound), (sound, broken), (broken, broken), (sound, life())):
+        job._compare_means(ours, theirs)
+    assert (tally.means, tally.differing) == (4, 5)
+    job._compare_means(sound, sound)
+    assert (tally.means, tally.differing, tally.widest) == (5, 5, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(0, 100, 9))
+def test_plans_follow_from_the_seed_and_reach_every_site_and_mode(seed: int) -> None:
+    plans = make_plans(50, machines=3, seed=seed)
+    assert plans == make_plans(50, machines=3, seed=seed)
+    of_ranks, of_machines = plans[:10], plans[10:]
+    kills = [order for plan in of_ranks for order in plan.kills.values()]
+    assert len(kills) == 50
+    assert {(order["phase"], order["site"]) for order in kills} == {
+        (site.phase, str(site)) for site in SITES
+    }
     assert {plan.mode for plan in of_ranks} == set(MODES)
-    assert {tuple(ranks for ranks, _ in plan.launches) for plan in of_ranks} == set(SIZES)
-    assert all(plan.kills["0.0"]["phase"] != "load" for plan in plans)
-    assert first.on_machines
-    assert second.on_machines
-    assert first.kills["0.0"]["phase"] == "save"
+    whole = {size[0] for size in SIZES}
+    assert {plan.launches[0][0] for plan in of_ranks} == whole
+    for plan in of_ranks:
+        sizes = tuple(ranks for ranks, _ in plan.launches)
+        assert sizes in SIZES or sizes[0] in whole
+        assert len(sizes) == 1 or plan.mode not in KEEPS_ITS_RANKS
+        assert sum(count for _, count in plan.launches) == len(plan.kills)
+        assert plan.kills["0.0"]["phase"] != "load"
+        alone = [f"{n}." for n, (ranks, _) in enumerate(plan.launches) if ranks == 1]
+        of_one = [o["phase"] for life, o in plan.kills.items() if life.startswith(tuple(alone))]
+        assert "lending" not in of_one
+    assert all(plan.on_machines for plan in of_machines)
+    assert {plan.kills["0.0"]["phase"] for plan in of_machines} >= {"save", "lending"}
+    assert all(plan.lends == (plan.kills["0.0"]["phase"] == "lending") for plan in of_machines)
+
+
+@pytest.mark.parametrize("kills", range(1, 5))
+def test_a_job_with_few_kills_has_a_plan(kills: int) -> None:
+    for seed in range(100):
+        plan = make_plan(seed, kills)
+        assert len(plan.kills) == kills
+        assert plan.kills["0.0"]["phase"] != "load"
 
 
 def losses_of_plain_ddp(

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,14 @@ CRASHES = ("terminate called", "Fatal Python error", "Segmentation", "core dumpe
 class Ranks:
     """Two processes of tests/interrupted.py."""
 
-    def __init__(self, scenario: str, **environment: str) -> None:
+    def __init__(
+        self, scenario: str, directory: Path, how: str = "send", **environment: str
+    ) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = self.store.port, directory, how
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), scenario, str(rank), str(self.store.port)],
+                [sys.executable, *map(str, (SCRIPT, scenario, rank, *common))],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -39,14 +41,14 @@ class Ranks:
             for rank in range(2)
         ]
 
-    def until_it_waits(self) -> None:
-        """Rank 0 has said that it is about to wait, and has had the time to begin with it."""
+    def until_it_waits(self) -> str:
+        """Until rank 0 says so; in which file."""
         watchdog = threading.Timer(PATIENCE, self.processes[0].kill)
         watchdog.start()
         said = self.processes[0].stdout.readline()
         watchdog.cancel()
-        assert said == "waiting\n", self.processes[0].stderr.read()
-        time.sleep(2.0)
+        assert said.startswith("waiting in "), self.processes[0].stderr.read()
+        return said.removeprefix("waiting in ").strip()
 
     def end_of(self, rank: int, limit: float) -> tuple[int, str, str]:
         """Exit code, output and errors."""
@@ -60,8 +62,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def two_ranks(scenario: str, **environment: str) -> Iterator[Ranks]:
-    ranks = Ranks(scenario, **environment)
+def two_ranks(
+    scenario: str, directory: Path, how: str = "send", **environment: str
+) -> Iterator[Ranks]:
+    ranks = Ranks(scenario, directory, how, **environment)
     try:
         yield ranks
     finally:
@@ -72,16 +76,19 @@ def two_ranks(scenario: str, **environment: str) -> Iterator[Ranks]:
             process.stderr.close()
 
 
-PLACES = ["in_backward", "in_gather", "in_reduce", "in_forward", "in_save", "building"]
+SENT = ["in_backward", "in_gather", "in_reduce", "in_forward", "in_save", "building"]
+LENT = ["in_gather", "in_backward", "in_forward"]  # where the letter of a neighbour is awaited
+PLACES = [("send", place) for place in SENT] + [("lend", place) for place in LENT]
+QUICK = [("send", SENT[0]), ("lend", LENT[0])]
 
 
 @pytest.mark.parametrize(
-    "place",
-    [place if place == "in_backward" else pytest.param(place, marks=SLOW) for place in PLACES],
+    ("how", "place"),
+    [each if each in QUICK else pytest.param(*each, marks=SLOW) for each in PLACES],
 )
-def test_ctrl_c_ends_a_rank_that_waits_for_the_others(place: str) -> None:
-    with two_ranks(place) as ranks:
-        ranks.until_it_waits()
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others(how: str, place: str, tmp_path: Path) -> None:
+    with two_ranks(place, tmp_path, how) as ranks:
+        assert (ranks.until_it_waits() == "semaphores.py") == (how == "lend")
         ranks.processes[0].send_signal(signal.SIGINT)
         code, output, errors = ranks.end_of(0, PROMPT)
         assert code in (1, -signal.SIGINT), errors
@@ -90,10 +97,12 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others(place: str) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("place", PLACES)
-def test_sigterm_ends_a_rank_that_waits_for_the_others(place: str) -> None:
+@pytest.mark.parametrize(("how", "place"), PLACES)
+def test_sigterm_ends_a_rank_that_waits_for_the_others(
+    how: str, place: str, tmp_path: Path
+) -> None:
     """As torchrun sends it."""
-    with two_ranks(place) as ranks:
+    with two_ranks(place, tmp_path, how) as ranks:
         ranks.until_it_waits()
         ranks.processes[0].send_signal(signal.SIGTERM)
         code, _, errors = ranks.end_of(0, PROMPT)
@@ -101,8 +110,9 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others(place: str) -> None:
         assert not errors
 
 
-def test_a_rank_that_catches_ctrl_c_can_tidy_up_and_exit() -> None:
-    with two_ranks("caught") as ranks:
+@pytest.mark.parametrize("how", ["send", "lend"])
+def test_a_rank_that_catches_ctrl_c_can_tidy_up_and_exit(how: str, tmp_path: Path) -> None:
+    with two_ranks("caught", tmp_path, how) as ranks:
         ranks.until_it_waits()
         ranks.processes[0].send_signal(signal.SIGINT)
         code, output, errors = ranks.end_of(0, PROMPT)
@@ -114,11 +124,12 @@ def test_a_rank_that_catches_ctrl_c_can_tidy_up_and_exit() -> None:
 BOTH_EXIT = ["exit_with_gathers_under_way", "exit_after_destroying", "exit_with_all_alive"]
 
 
+@pytest.mark.parametrize("how", ["send", "lend"])
 @pytest.mark.parametrize(
     "scenario", [BOTH_EXIT[0], *(pytest.param(s, marks=SLOW) for s in BOTH_EXIT[1:])]
 )
-def test_exit_is_silent(scenario: str) -> None:
-    with two_ranks(scenario) as ranks:
+def test_exit_is_silent(scenario: str, how: str, tmp_path: Path) -> None:
+    with two_ranks(scenario, tmp_path, how) as ranks:
         for rank in range(2):
             assert ranks.end_of(rank, PATIENCE + PROMPT) == (0, "end\n", "")
 
@@ -126,7 +137,7 @@ def test_exit_is_silent(scenario: str) -> None:
 @SLOW
 def test_exit_is_silent_while_a_trace_is_taken(tmp_path: Path) -> None:
     trace: dict[str, Any] = {"ONECOPY_TRACE": str(tmp_path), "ONECOPY_TRACE_STEPS": "1-9"}
-    with two_ranks("exit_while_traced", **trace) as ranks:
+    with two_ranks("exit_while_traced", tmp_path / "unused", **trace) as ranks:
         for rank in range(2):
             assert ranks.end_of(rank, PATIENCE + PROMPT) == (0, "end\n", "")
     assert {file.name for file in tmp_path.iterdir()} == {"rank-0.json", "rank-1.json"}
@@ -139,14 +150,16 @@ def test_exit_is_silent_while_a_trace_is_taken(tmp_path: Path) -> None:
         pytest.param("exit_with_reduces_of_ddp_under_way", marks=SLOW),
     ],
 )
-def test_exit_does_not_wait_for_a_rank_that_stays_away(scenario: str) -> None:
-    with two_ranks(scenario) as ranks:
+def test_exit_does_not_wait_for_a_rank_that_stays_away(scenario: str, tmp_path: Path) -> None:
+    with two_ranks(scenario, tmp_path) as ranks:
         assert ranks.end_of(0, PATIENCE + PROMPT) == (0, "end\n", "")
 
 
 @SLOW
-def test_an_exception_in_backward_ends_the_process_though_buckets_are_under_way() -> None:
-    with two_ranks("exit_by_an_exception") as ranks:
+def test_an_exception_in_backward_ends_the_process_though_buckets_are_under_way(
+    tmp_path: Path,
+) -> None:
+    with two_ranks("exit_by_an_exception", tmp_path) as ranks:
         code, _, errors = ranks.end_of(0, PATIENCE + PROMPT)
         assert code == 1
         assert errors.rstrip().endswith("ZeroDivisionError: division by zero")

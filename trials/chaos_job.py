@@ -40,16 +40,20 @@ class Life:
     started: float = 0.0
     joined: int = 0  # ranks that found the others
     resumed: int | None = None  # at which step; None if it did not come so far
-    saved: int = 0  # the last step whose save returned somewhere
+    saved: int = 0  # the last step whose save returned on rank 0, which completes it
     kill: dict[str, Any] | None = None
-    errors: list[str] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)  # by rank
     done: int = 0  # ranks
 
     @property
     def lost_its_port(self) -> bool:
         """torchrun chooses a free port, on which rank 0 listens a few seconds later: another
         program may have taken it. Nothing of ours has run by then, and torchrun tries again."""
-        return not self.joined and any("EADDRINUSE" in error for error in self.errors)
+        return not self.joined and "EADDRINUSE" in self.what_went_wrong
+
+    @property
+    def what_went_wrong(self) -> str:
+        return "".join(f"rank {rank}: {error}" for rank, error in self.errors.items())
 
     @property
     def last_step(self) -> int:
@@ -67,25 +71,25 @@ def read_lives(job: Path) -> dict[str, Life]:
     for path in sorted((job / "lives").glob("*.jsonl")):
         name, _, rank = path.stem.rpartition("-")
         life = lives.setdefault(name, Life(name))
-        curve = life.curves.setdefault(int(rank), {})
+        life.curves.setdefault(int(rank), {})
         for line in path.read_text().splitlines():
-            _take_down(life, curve, json.loads(line))
+            _take_down(life, int(rank), json.loads(line))
     return lives
 
 
-def _take_down(life: Life, curve: Curve, entry: dict[str, Any]) -> None:
+def _take_down(life: Life, rank: int, entry: dict[str, Any]) -> None:
     if "pid" in entry:
         life.ranks, life.started = entry["ranks"], max(life.started, entry["time"])
     if "loss" in entry:
-        curve[entry["step"]] = entry["loss"]
+        life.curves[rank][entry["step"]] = entry["loss"]
     if "resumed" in entry:
         life.resumed = entry["resumed"]
-    if "saved" in entry:
+    if "saved" in entry and rank == 0:
         life.saved = max(life.saved, entry["saved"])
     if "killed" in entry:
         life.kill = entry
     if "error" in entry:
-        life.errors.append(entry["error"])
+        life.errors[rank] = entry["error"]
     life.joined += "joined" in entry
     life.done += "done" in entry
 
@@ -99,12 +103,17 @@ def torchrun(job: Path, ranks: int, restarts: int, *arguments: str) -> int:
 def torchrun_on_two_machines(job: Path, restarts: int, *arguments: str) -> int:
     """Two agents with a rank each, of which one is enough. The exit code of the first, which
     hosts the rendezvous and so must not be lost."""
-    options = [
-        *("--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={restarts}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"),
-        "--rdzv-conf=last_call_timeout=40",  # how long the first waits for the second
+    port = _free_port()
+    agents = [
+        [
+            *("--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={restarts}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"),
+            # How long the first waits for the second, and who is the first: else they race for it.
+            f"--rdzv-conf=last_call_timeout=40,is_host={is_host}",
+        ]
+        for is_host in ("true", "false")
     ]
-    return _run(job, [options, options], arguments, OWN_STORE)
+    return _run(job, agents, arguments, OWN_STORE)
 
 
 def _free_port() -> int:

@@ -3,14 +3,91 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 KILLS_A_JOB = 5
 STEPS, SAVE_EVERY = 48, 4
-MODES = ("drop-in", "attached", "attached DDP")
+MODES = ("drop-in", "attached", "attached DDP", "lazy", "masters")
+# Gradients in 16 bits are rounded before they are added up: on another number of ranks the losses
+# are not close enough to be compared.
+KEEPS_ITS_RANKS = ("masters",)
 SIZES = ((3, 2), (2,), (3,), (2, 1))  # ranks, and to what they shrink
-PHASES = ("backward", "step", "gather", "save", "load", "any")
+
+
+class Site(NamedTuple):
+    """A moment inside a phase: just before or after a call."""
+
+    phase: str
+    when: str
+    function: str  # "Class.method" or "module.function"; chaos_worker.py knows where they are
+    calls: int = 1  # the kill falls at one of so many
+    only_rank_0: bool = False
+    needs_others: bool = False  # is never met on one rank
+    only_at_first: bool = False  # is met for certain in the first step of a life only
+
+    def __str__(self) -> str:
+        return f"{self.when} {self.function}"
+
+
+ANY = Site("any", "some time after", "my_samples")
+SITES = (
+    Site("backward", "after", "Gradients.arrive", calls=6),
+    Site("step", "before", "AdamW.step", calls=6),
+    Site("step", "after", "AdamW.step", calls=6),
+    Site("gather", "before", "Gatherer.start", calls=6),
+    Site("gather", "after", "Gatherer.start", calls=6),
+    Site("gather", "before", "Gatherer.wait", calls=6),
+    Site("lending", "before", "Transport.wait_until_read", calls=6, needs_others=True),
+    Site("lending", "after", "Transport.lend", calls=6, needs_others=True),
+    Site("lending", "before", "Loan.arrive", calls=6, needs_others=True),
+    Site("lending", "after", "Loan.arrive", calls=6, needs_others=True),
+    # A gather remembers where it has read.
+    Site("lending", "before", "Loan.tensor", calls=6, needs_others=True, only_at_first=True),
+    Site("lending", "after", "Loan.tensor", calls=6, needs_others=True, only_at_first=True),
+    Site("lending", "before", "Loan.give_back", calls=6, needs_others=True),
+    Site("lending", "after", "Loan.give_back", calls=6, needs_others=True),
+    Site("save", "before", "torch.save", only_rank_0=True),
+    Site("save", "after", "Writer.append", calls=6),
+    Site("save", "before", "os.fsync", calls=3),
+    Site("save", "before", "Exchange.report"),
+    Site("save", "before", "Exchange.answer"),
+    Site("save", "before", "saving.write_metadata", only_rank_0=True),
+    Site("save", "after", "saving.write_metadata", only_rank_0=True),
+    Site("save", "before", "Path.rename", calls=2, only_rank_0=True),
+    Site("save", "after", "Path.rename", calls=2, only_rank_0=True),
+    Site("save", "before", "os.rmdir", calls=2, only_rank_0=True),
+    Site("load", "before", "torch.load"),
+    Site("load", "after", "torch.load"),
+    Site("load", "after", "Reader.fill", calls=6),
+    Site("load", "before", "Exchange.report"),
+    Site("load", "before", "Exchange.answer"),
+    Site("load", "before", "loading.load_into"),
+    Site("load", "after", "loading.load_into"),
+    ANY,
+    ANY,
+    ANY,
+)
+PHASES = tuple(dict.fromkeys(site.phase for site in SITES))
+
+
+def _spread(sites: Sequence[Site]) -> tuple[Site, ...]:
+    """The same, with those of a phase as far from one another as can be."""
+    of_phase = {p: [site for site in sites if site.phase == p] for p in PHASES}
+    places = [((n + 0.5) / len(of), site) for of in of_phase.values() for n, site in enumerate(of)]
+    return tuple(site for _, site in sorted(places, key=lambda place: place[0]))
+
+
+DECK = _spread(SITES)  # dealt to the jobs, five each, and over again
+
+_WHILE_THE_FIRST_WAITS = ("Writer.append", "os.fsync", "Exchange.report")
+# Where the second machine is lost; one after the other.
+OF_MACHINES: tuple[tuple[Site, ...], ...] = (
+    tuple(s for s in SITES if s.phase == "save" and s.function in _WHILE_THE_FIRST_WAITS),
+    tuple(s for s in SITES if s.phase == "lending" and not s.only_at_first),
+    tuple(s for s in SITES if s.phase in ("backward", "step", "gather")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +99,8 @@ class Plan:
     launches: tuple[tuple[int, int], ...]  # (ranks, kills); the last one goes on to the end
     kills: dict[str, dict[str, Any]]  # by life
     on_machines: bool = False  # one for each rank
+    lends: bool = True  # two machines do so too if they are one in truth: then they notice a loss
+    # by themselves, while torchrun tells the ranks of one agent
 
     def __str__(self) -> str:
         sizes = " then ".join(str(ranks) for ranks, _ in self.launches)
@@ -31,41 +110,68 @@ class Plan:
 
 def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     rng = random.Random(seed)
+    mode = MODES[seed % len(MODES)]
     ranks, *fewer = SIZES[seed % len(SIZES)]
-    before = rng.randint(1, max(1, kills - 1)) if fewer else kills
+    ends_alone = fewer == [1]
+    sites = [DECK[(seed * KILLS_A_JOB + number) % len(DECK)] for number in range(kills)]
+    rng.shuffle(sites)
+    sites.sort(key=lambda site: ends_alone and not site.needs_others)
+    first = next((number for number, site in enumerate(sites) if _may_come_first(site)), None)
+    sites.insert(0, ANY if first is None else sites.pop(first))
+    del sites[kills:]
+    with_others = max(n for n, site in enumerate(sites, 1) if n == 1 or site.needs_others)
+    least = with_others if ends_alone else 1
+    if mode in KEEPS_ITS_RANKS or least >= kills:
+        fewer = []
+    before = rng.randint(least, kills - 1) if fewer else kills
     launches = ((ranks, before), *((size, kills - before) for size in fewer))
-    phases = [PHASES[(seed * KILLS_A_JOB + i) % len(PHASES)] for i in range(kills)]
-    rng.shuffle(phases)
-    if phases[0] == "load":  # there is nothing to load yet
-        phases = [*phases[1:], "load"]
     names = [f"{n}.{restart}" for n, (_, k) in enumerate(launches) for restart in range(k)]
     sizes = [size for size, k in launches for _ in range(k)]
     orders = {
-        name: _order(rng, phase, size, is_first=name == "0.0")
-        for name, phase, size in zip(names, phases, sizes, strict=True)
+        name: _order(rng, site, size, is_first=name == "0.0")
+        for name, site, size in zip(names, sites, sizes, strict=True)
     }
-    return Plan(seed, MODES[seed % len(MODES)], launches, orders)
+    return Plan(seed, mode, launches, orders)
+
+
+def _may_come_first(site: Site) -> bool:
+    """The first kill of a job comes when there is a checkpoint, and nothing has been loaded."""
+    return site.phase != "load" and not site.only_at_first
 
 
 def lost_machine(seed: int) -> Plan:
-    """The second machine goes, every other time while the first waits for its part of a save."""
+    """The second machine goes, and nobody tells the first."""
     rng = random.Random(seed)
-    phase = "save" if seed % 2 == 0 else rng.choice(("backward", "step", "gather"))
-    order = {**_order(rng, phase, 2, is_first=True), "announcer": 1, "victim": 1}
-    kills = {"0.0": {**order, "with_agent": True}}
-    return Plan(seed, MODES[seed % len(MODES)], ((2, 1),), kills, on_machines=True)
+    sites = OF_MACHINES[seed % len(OF_MACHINES)]
+    turn = seed // len(OF_MACHINES)
+    site = sites[turn % len(sites)]
+    # In drop-in mode the first may wait in DDP, whose errors name nobody; in a save it does not.
+    others = () if site.phase == "save" else ("drop-in",)
+    modes = [mode for mode in MODES if mode not in (*KEEPS_ITS_RANKS, *others)]
+    order = {**_order(rng, site, 2, is_first=True), "announcer": 1, "victim": 1}
+    return Plan(
+        seed,
+        modes[(turn + seed) % len(modes)],
+        ((2, 1),),
+        {"0.0": {**order, "with_agent": True}},
+        on_machines=True,
+        lends=site.phase == "lending",
+    )
 
 
-def _order(rng: random.Random, phase: str, ranks: int, is_first: bool) -> dict[str, Any]:
-    """The first kill comes when there is a checkpoint."""
+def _order(rng: random.Random, site: Site, ranks: int, is_first: bool) -> dict[str, Any]:
+    """The kill falls at the `call`-th call of the site, counted from the `visit`-th visit of its
+    phase on; in the phase "any", `delay` steps after that visit began."""
     visits = {"load": 1, "save": rng.randint(1, 2) + is_first}
+    visit = visits.get(site.phase, rng.randint(2, 8) + SAVE_EVERY * is_first)
     return {
-        "phase": phase,
-        "visit": visits.get(phase, rng.randint(1, 8) + SAVE_EVERY * is_first),
-        "site": rng.random(),
-        "delay": rng.uniform(0, 0.3),
-        "announcer": rng.randrange(ranks),
-        "victim": rng.randrange(ranks),
+        "phase": site.phase,
+        "site": str(site),
+        "visit": 1 if site.only_at_first else visit,
+        "call": rng.randint(1, site.calls),
+        "delay": rng.uniform(0, 3),
+        "announcer": 0 if site.only_rank_0 else rng.randrange(ranks),
+        "victim": 0 if site.only_rank_0 else rng.randrange(ranks),
     }
 
 

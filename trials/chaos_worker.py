@@ -27,15 +27,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from chaos_plan import SITES
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
-from onecopy import exchange, gatherer, loading, reader, saving, writer
+from onecopy import exchange, gatherer, loading, neighbours, reader, saving, transport, writer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -43,24 +44,25 @@ import elastic
 
 RANK = int(os.environ["RANK"])
 GROUP_TIMEOUT = timedelta(minutes=15)  # nobody may need it: the trial's own limit is shorter
+MANY_BUCKETS = 0.008  # MiB: about ten
+
+
+def bare(net: nn.Module) -> nn.Module:
+    return net
+
+
+def in_bfloat16(net: nn.Module) -> nn.Module:
+    net.register_forward_pre_hook(lambda _, inputs: tuple(each.bfloat16() for each in inputs))
+    return net.bfloat16()
+
 
 MODES: dict[str, dict[str, Any]] = {
     "drop-in": {"wrap": DDP},
+    "attached": {"wrap": bare, "attach": True},
     "attached DDP": {"wrap": DDP, "attach": True},
-    "attached": {"wrap": lambda net: net, "attach": True},
+    "lazy": {"wrap": bare, "attach": True},
+    "masters": {"wrap": in_bfloat16, "attach": True},
 }
-
-
-class Site(NamedTuple):
-    """A moment inside a phase: just before or after a call."""
-
-    owner: Any
-    name: str
-    when: str
-    only_rank_0: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.when} {self.owner.__name__.rpartition('.')[2]}.{self.name}"
 
 
 class Gradients:
@@ -70,36 +72,20 @@ class Gradients:
     def arrive(_: Tensor) -> None: ...
 
 
-SITES: dict[str, list[Site]] = {
-    "backward": [Site(Gradients, "arrive", "after")],
-    "step": [Site(torch.optim.AdamW, "step", "before"), Site(torch.optim.AdamW, "step", "after")],
-    "gather": [
-        Site(gatherer.Gatherer, "start", "before"),
-        Site(gatherer.Gatherer, "start", "after"),
-        Site(gatherer.Gatherer, "wait", "before"),
-    ],
-    "save": [
-        Site(torch, "save", "before"),
-        Site(writer.Writer, "append", "after"),
-        Site(os, "fsync", "before"),
-        Site(exchange.Exchange, "report", "before"),
-        Site(exchange.Exchange, "answer", "before"),
-        Site(saving, "write_metadata", "before", only_rank_0=True),
-        Site(saving, "write_metadata", "after", only_rank_0=True),
-        Site(Path, "rename", "before", only_rank_0=True),
-        Site(Path, "rename", "after", only_rank_0=True),
-        Site(os, "rmdir", "before", only_rank_0=True),
-    ],
-    "load": [
-        Site(torch, "load", "before"),
-        Site(torch, "load", "after"),
-        Site(reader.Reader, "fill", "after"),
-        Site(exchange.Exchange, "report", "before"),
-        Site(exchange.Exchange, "answer", "before"),
-        Site(loading, "load_into", "before"),
-        Site(loading, "load_into", "after"),
-    ],
-    "any": [],  # some time after a step began
+OWNERS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "Exchange": exchange.Exchange,
+    "Gatherer": gatherer.Gatherer,
+    "Gradients": Gradients,
+    "Loan": neighbours.Loan,
+    "Path": Path,
+    "Reader": reader.Reader,
+    "Transport": transport.Transport,
+    "Writer": writer.Writer,
+    "loading": loading,
+    "os": os,
+    "saving": saving,
+    "torch": torch,
 }
 
 
@@ -115,80 +101,90 @@ class Diary:
 
 
 class Executioner:
-    """Kills the rank that the order names, when the announcing rank is where the order says.
-
-    An order: the `visit`-th time in `phase`, at one of its sites, or at the end of the visit if
-    that is not met; for the phase "any", `delay` seconds after the visit began.
-    """
+    """Kills the rank that the order names, when the announcing rank is where the order says: see
+    `chaos_plan.py`. An order that cannot be carried out before the training ends is dropped, and
+    missed by who gave it."""
 
     def __init__(self, order: dict[str, Any] | None, diary: Diary, victim_diary: Path) -> None:
         self._order = order
-        self._site = str(_chosen_site(order)) if order else ""
         self._diary = diary
         self._victim_diary = victim_diary
         self._visits: Counter[str] = Counter()
-        self._inside = ""
+        self._inside: Counter[str] = Counter()
+        self._calls = 0
+        self._step_began = time.monotonic()
         self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()  # the timer has a thread of its own
+
+    def begin_step(self) -> None:
+        """What has no end of its own goes on for as long as the training does: with lazy gathers,
+        a bucket may arrive in the next forward."""
+        last, self._step_began = self._step_began, time.monotonic()
+        for phase in ("any", "gather", "lending"):
+            self._visits[phase] += 1
+            self._inside[phase] = 1
+        if self._is_due("any") and not self._timer and self._order:
+            delay = self._order["delay"] * (self._step_began - last)
+            self._timer = threading.Timer(delay, self._kill)
+            self._timer.start()
 
     @contextlib.contextmanager
-    def visiting(self, *phases: str) -> Iterator[None]:
-        for phase in phases:
-            self._visits[phase] += 1
-            if self._order and phase == self._order["phase"]:
-                self._inside = phase if self._visits[phase] == self._order["visit"] else ""
-        if self._inside == "any" and not self._timer:
-            self._timer = threading.Timer(self._order["delay"], self._kill, ["some time later"])
-            self._timer.start()
-        yield
-        if self._inside in phases and self._inside != "any":
-            self._kill("at its end")
-        self._inside = ""
+    def visiting(self, phase: str) -> Iterator[None]:
+        self._visits[phase] += 1
+        self._inside[phase] += 1
+        try:
+            yield
+        finally:
+            self._inside[phase] -= 1
 
     def at(self, phase: str, site: str) -> None:
-        if phase == self._inside and site == self._site:
-            self._kill(site)
+        if self._order and self._order["site"] == site and self._is_due(phase):
+            self._calls += 1
+            if self._calls == self._order["call"]:
+                self._kill()
 
     def finish(self) -> None:
-        """The job is at its end: whoever is still alive has escaped until now."""
+        """Nobody is killed any more: that would be survived by everybody."""
+        with self._lock:
+            self._order = None
         if self._timer:
-            self._timer.join()
-        if self._order:
-            self._order["phase"] = "end"
-            self._kill("when the training was over")
+            self._timer.cancel()
 
-    def _kill(self, where: str) -> None:
-        order, self._order, self._inside = self._order, None, ""
-        assert order is not None
-        victim = json.loads(self._victim_diary.read_text().split("\n", 1)[0])
-        begun = self._visits["any"]
-        self._diary.write(killed=order["victim"], phase=order["phase"], where=where, begun=begun)
-        if order.get("with_agent"):  # as if its machine were gone
-            os.kill(victim["agent"], signal.SIGKILL)
-        os.kill(victim["pid"], signal.SIGKILL)
+    def _is_due(self, phase: str) -> bool:
+        order = self._order
+        is_meant = order is not None and order["phase"] == phase and self._inside[phase] > 0
+        return is_meant and self._visits[phase] >= self._order["visit"]
 
-
-def _chosen_site(order: dict[str, Any]) -> Site | None:
-    """The order has a number from 0 to 1, which chooses among the sites that this rank comes to."""
-    sites = [site for site in SITES[order["phase"]] if RANK == 0 or not site.only_rank_0]
-    return sites[int(order["site"] * len(sites))] if sites else None
+    def _kill(self) -> None:
+        with self._lock:
+            order, self._order = self._order, None
+            if order is None:
+                return
+            victim = json.loads(self._victim_diary.read_text().split("\n", 1)[0])
+            self._diary.write(
+                killed=order["victim"],
+                phase=order["phase"],
+                where=order["site"],
+                begun=self._visits["any"],
+            )
+            if order.get("with_agent"):  # as if its machine were gone
+                os.kill(victim["agent"], signal.SIGKILL)
+            os.kill(victim["pid"], signal.SIGKILL)
 
 
 def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
     """Put the announcements around what is to be announced."""
-    for phase, sites in SITES.items():
-        for site in sites:
-            _around(site, functools.partial(executioner.at, phase, str(site)))
+    for site in dict.fromkeys(SITES):
+        owner, _, name = site.function.partition(".")
+        if owner in OWNERS:
+            tell = functools.partial(executioner.at, site.phase, str(site))
+            before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
+            _around(OWNERS[owner], name, before, after)
     visiting = executioner.visiting
     _visited(torch.Tensor, "backward", lambda: visiting("backward"))
-    _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: visiting("step", "gather"))
-    _visited(elastic, "my_samples", lambda: visiting("any"))
-    build, save, resume = elastic.ZeroRedundancyOptimizer, elastic.save, elastic.resume
-
-    def built(params: Any, *args: Any, **kwargs: Any) -> Any:
-        params = list(params)
-        for param in params:
-            param.register_post_accumulate_grad_hook(Gradients.arrive)
-        return build(params, *args, **kwargs)
+    _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: visiting("step"))
+    _around(elastic, "my_samples", executioner.begin_step, _nothing)
+    save, resume = elastic.save, elastic.resume
 
     def saved(directory: Path, step: int, *args: Any) -> None:
         diary.write(saving=step)
@@ -205,22 +201,23 @@ def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
         diary.write(resumed=step)
         return step
 
-    elastic.ZeroRedundancyOptimizer, elastic.save, elastic.resume = built, saved, resumed
+    elastic.save, elastic.resume = saved, resumed
 
 
-def _around(site: Site, tell: Callable[[], None]) -> None:
-    function = getattr(site.owner, site.name)
+def _nothing() -> None: ...
+
+
+def _around(owner: Any, name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    function = getattr(owner, name)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if site.when == "before":
-            tell()
+        before()
         result = function(*args, **kwargs)
-        if site.when == "after":
-            tell()
+        after()
         return result
 
-    setattr(site.owner, site.name, called)
+    setattr(owner, name, called)
 
 
 def _visited(owner: Any, name: str, visit: Callable[[], Any]) -> None:
@@ -234,6 +231,25 @@ def _visited(owner: Any, name: str, visit: Callable[[], Any]) -> None:
     setattr(owner, name, called)
 
 
+def build_with(lazy: bool, **options: Any) -> None:
+    """Let the example build its optimizer so, and announce its gradients."""
+
+    def built(params: Any, *args: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        for param in params:
+            param.register_post_accumulate_grad_hook(Gradients.arrive)
+        optimizer = onecopy.ZeroRedundancyOptimizer(params, *args, **kwargs, **options)
+        if lazy:
+            optimizer.attach = functools.partial(optimizer.attach, lazy_gather=True)
+        return optimizer
+
+    elastic.ZeroRedundancyOptimizer = built
+
+
+def masters_of(mode: str) -> dict[str, Any]:
+    return {"master_dtype": torch.float32} if mode == "masters" else {}
+
+
 def run_train(job: Path, launch: str) -> None:
     orders = json.loads((job / "orders.json").read_text())
     life = f"{launch}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
@@ -244,12 +260,18 @@ def run_train(job: Path, launch: str) -> None:
     victim = diary.path.with_name(f"{life}-{order['victim']}.jsonl") if order else Path()
     executioner = Executioner(mine, diary, victim)
     announce(executioner, diary, job / "kept" / life)
+    mode = orders["mode"]
+    build_with(lazy=mode == "lazy", bucket_mb=MANY_BUCKETS, **masters_of(mode))
+    if orders["lends"]:
+        neighbours.WORTH_LENDING = 1
+    else:
+        os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     elastic.report = lambda step, loss: diary.write(step=step, loss=loss.item().hex())
     try:
         dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
         diary.write(joined=True)
-        options = MODES[orders["mode"]]
-        elastic.train(job / "checkpoints", orders["steps"], orders["save_every"], **options)
+        steps, save_every = orders["steps"], orders["save_every"]
+        elastic.train(job / "checkpoints", steps, save_every, **MODES[mode])
         executioner.finish()
         dist.barrier()  # else a victim might have left already
         dist.destroy_process_group()
@@ -260,14 +282,16 @@ def run_train(job: Path, launch: str) -> None:
 
 
 def run_replay(job: Path, orders: str) -> None:
-    """Train from each of the checkpoints in turn, and write down the losses."""
-    mode = MODES[json.loads((job / "orders.json").read_text())["mode"]]
+    """Train from each of the checkpoints in turn, and write down the losses. All in one bucket,
+    which is sent and awaited at once: that changes no bit."""
+    mode = json.loads((job / "orders.json").read_text())["mode"]
+    build_with(lazy=False, **masters_of(mode))
     elastic.save = lambda *_: None
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     for replay in json.loads((job / orders).read_text()):
         diary = Diary(job, replay["name"])
         elastic.report = lambda step, loss, to=diary: to.write(step=step, loss=loss.item().hex())
-        elastic.train(job / replay["start"], replay["until"], replay["until"], **mode)
+        elastic.train(job / replay["start"], replay["until"], replay["until"], **MODES[mode])
         diary.write(done=True)
     dist.destroy_process_group()
 
