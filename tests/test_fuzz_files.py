@@ -409,7 +409,7 @@ def require_alike(
     directories: list[Path],
     strict: bool = True,
 ) -> None:
-    first, second = run_on_ranks(2, load_on_both, directories, strict)
+    first, second = run_on_ranks(2, load_on_both, directories, strict, timeout=600.0)
     for mine, theirs in zip(first, second, strict=True):
         with tally.case():
             assert mine == theirs

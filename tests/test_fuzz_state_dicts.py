@@ -235,7 +235,7 @@ def load_on_all(world: World, name: str, number: int, count: int) -> list[int]:
 @pytest.mark.parametrize("name", CLASSES)
 def test_fuzz_load_state_dict_of_cut_parameters(tally: Tally, name: str) -> None:  # noqa: F811
     number = 1 if TIMES == 1 else secrets.randbelow(2**32)
-    ranks = run_on_ranks(2, load_on_all, name, number, 25, timeout=60.0 * TIMES)
+    ranks = run_on_ranks(2, load_on_all, name, number, 25, timeout=600.0 * TIMES)
     assert ranks[0] == ranks[1]
     tally.add(ranks[0])
 
