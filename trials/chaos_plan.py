@@ -151,7 +151,7 @@ def lost_machine(seed: int) -> Plan:
     order = {**_order(rng, site, 2, is_first=True), "announcer": 1, "victim": 1}
     return Plan(
         seed,
-        modes[(turn + seed) % len(modes)],
+        modes[(turn + seed % len(OF_MACHINES)) % len(modes)],
         ((2, 1),),
         {"0.0": {**order, "with_agent": True}},
         on_machines=True,
