@@ -9,7 +9,7 @@ network namespaces over a cable of 1 or 10 Gbit/s, if this is root. Bytes are th
 The tables are printed, kept in docs/benchmarks/bench.json, and written with plots into
 docs/benchmarks.md, where a run that differs from the one before shows as a diff.
 
-    make bench                                              # some ten minutes on two cores
+    make bench                                              # some twenty minutes on two cores
     make bench FULL=1                                       # everything: an hour or two
     .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy
 """
@@ -37,7 +37,7 @@ from results import Table, table_from_json, to_json
 from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
-QUICK_ROUNDS, FULL_ROUNDS = 3, 9
+QUICK_ROUNDS, FULL_ROUNDS = 5, 9
 # The methods of a quick run, which fit into one heat.
 CORE = (
     *REFERENCES,

@@ -22,7 +22,7 @@ JSON = PICTURES / "bench.json"
 _OPENING = """\
 # Benchmarks
 
-This page is written by `make bench` (some ten minutes on two cores) or `make bench FULL=1` (all methods and tables, more rounds), which set up an environment of their own
+This page is written by `make bench` (some twenty minutes on two cores) or `make bench FULL=1` (all methods and tables, more rounds), which set up an environment of their own
 with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that left the quartiles of the
 run before are printed.
 

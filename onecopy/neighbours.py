@@ -115,8 +115,8 @@ class Neighbourhood:
                     inbox.make_room()  # the reader may itself wait for room
                 return box.write(tag, address, seconds)
 
-            if not box.write(tag, address, 0):
-                self._wait(written, [reader], patience, "takes no more letters")
+            if not box.write(tag, address, 0) and not self._wait(written, [reader], patience):
+                raise RuntimeError(f"rank {reader} takes no more letters")
 
     def borrow(self, lender: int, tag: int) -> Loan:
         """What the lender's next ``lend`` with this tag will tell."""
@@ -134,7 +134,8 @@ class Neighbourhood:
                 letters.extend([] if letter is None else [letter])
                 return letter is not None
 
-            self._wait(arrived, [loan.lender], patience, "has not lent what it should")
+            if not self._wait(arrived, [loan.lender], patience):
+                raise RuntimeError(f"rank {loan.lender} has not lent what it should")
             (found,) = letters
         return found
 
@@ -142,42 +143,39 @@ class Neighbourhood:
         """The memory of a neighbour, mapped when it is met for the first time."""
         known = self._borrowed.get((lender, at.fd))
         if known is None or known.generation != at.generation:
-            gone = f"the memory of rank {lender} is gone"
             try:
                 known = Borrowed(memory_of(self.pids[lender], at.fd), self.world_size)
+                if known.generation != at.generation:
+                    raise OSError("another one has its descriptor")
             except OSError as error:
-                raise RuntimeError(gone) from error
-            if known.generation != at.generation:
-                raise RuntimeError(gone)
+                raise RuntimeError(f"the memory of rank {lender} is gone") from error
             self._borrowed[lender, at.fd] = known
         return known
 
     def wait_until_read(self, memory: SharedMemory, patience: Callable[[], float]) -> None:
         """Until all readers of what was lent before have read it; at once, nearly always."""
         if not memory.wait_until_read(0):
-            what = "has not read what was lent to it"
-            self._wait(memory.wait_until_read, memory.unread(), patience, what)
+            unread = memory.unread()
+            if not self._wait(memory.wait_until_read, unread, patience):
+                raise RuntimeError(f"ranks {unread} have not read what was lent to them")
 
     def _wait(
         self,
         is_done: Callable[[float], bool],
         ranks: Sequence[int],
         patience: Callable[[], float],
-        complaint: str,
-    ) -> None:
-        """For ranks of which none may end before. ``is_done`` waits so many seconds itself;
-        ``patience``, in seconds too, is asked for only if that takes long."""
+    ) -> bool:
+        """Until it is done, or one of the ranks has ended, or patience has. ``is_done`` waits so
+        many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
         if is_done(_AT_FIRST):
-            return
+            return True
         deadline = time.monotonic() + patience()
         with contextlib.ExitStack() as stack:
             have_ended = _ends_of([self.pids[rank] for rank in ranks], stack)
             while not is_done(_LATER):
-                over = have_ended() or time.monotonic() > deadline
-                if over and not is_done(0):  # what they did before they ended counts
-                    raise RuntimeError(f"one of the ranks {list(ranks)} {complaint}")
-                if over:
-                    return
+                if have_ended() or time.monotonic() > deadline:
+                    return is_done(0)  # what they did before they ended counts
+        return True
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes are gone."""

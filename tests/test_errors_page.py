@@ -28,6 +28,11 @@ NOT_FOR_USERS = (
     "its shape does not fit its bytes",  # the same
     "its bytes are compressed",  # the same
     "… has no box at … on this rank",  # DCP asks for the boxes that it was shown
+    "… is not memory that was lent",  # the cause of "the memory of rank … is gone"
+    "… could shrink while it is read",  # the same
+    "that memory is too small to have been lent",  # the same
+    "another one has its descriptor",  # the same
+    "rank … has lent memory that it does not have",  # an attack
     "the buckets do not cover their streams",  # plans check themselves
     "… does not continue its stream",  # the same
 )
