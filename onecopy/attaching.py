@@ -74,7 +74,7 @@ class Attaches(Parts):
             if lazy_gather:
                 require_hookable(module)
             kind, number = type(module).__name__, self._transport.attachments
-            how = f"reduce_dtype={reduce_dtype}, lazy_gather={lazy_gather}"
+            how = f"reduce_dtype={reduce_dtype}, lazy_gather={bool(lazy_gather)}"
             lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
             return [*lines, *self._description()]
 

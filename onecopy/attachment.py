@@ -29,6 +29,7 @@ from onecopy.reducer import Reducer
 from onecopy.roster import Roster
 from onecopy.shards import Shards
 from onecopy.transport import Part, Transport
+from onecopy.words import shown
 
 
 class Attachment:
@@ -307,7 +308,9 @@ def require_attachable(
     if reduce_dtype is not None and not (
         isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
     ):
-        raise TypeError(f"reduce_dtype must be a floating point dtype or None, got {reduce_dtype}")
+        raise TypeError(
+            f"reduce_dtype must be a floating point dtype or None, got {shown(reduce_dtype)}"
+        )
     ours = set(roster.params)
     foreign = [n for n, p in module.named_parameters() if p.requires_grad and p not in ours]
     if foreign:

@@ -115,7 +115,13 @@ class LocalOptimizer:
                 self._complete_state(inner.optimizer, inner_group, new)
 
     def construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
-        return cls(groups, **(self._defaults if cls is self._default_class else {}))
+        made = cls(groups, **(self._defaults if cls is self._default_class else {}))
+        if not isinstance(made, Optimizer) or len(getattr(made, "param_groups", ())) != len(groups):
+            raise TypeError(
+                f"{cls.__name__}(...) has not made an optimizer with the groups that it was given: "
+                "does its __init__ call that of torch.optim.Optimizer?"
+            )
+        return made
 
     def _complete_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], new: Sequence[torch.Tensor]

@@ -185,7 +185,8 @@ class Neighbourhood:
     def forget(self) -> None:
         """Let go of what is no longer used; what is met again will be mapped again."""
         self._borrowed.clear()
-        self._lent.difference_update([memory for memory in self._lent if not memory.unread()])
+        # A copy: an optimizer that is collected in the meantime forgets, too, in any thread.
+        self._lent.difference_update([each for each in list(self._lent) if not each.unread()])
 
     def abandon(self) -> None:
         """Nobody will read what was lent."""
@@ -198,7 +199,7 @@ def _linger(lent: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
     until = time.monotonic() + _LINGERING
     with contextlib.ExitStack() as stack:
         have_ended = None
-        for memory in lent:
+        for memory in list(lent):
             while memory.unmapped() and time.monotonic() < until:
                 have_ended = have_ended or _ends_of(pids.values(), stack)
                 if have_ended():

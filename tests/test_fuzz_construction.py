@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from fuzzing import Tally, alone, bits, cases, judge, junk, tally  # noqa: F401
+from fuzzing import Tally, alone, bits, cases, deep, judge, junk, tally  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -252,7 +252,6 @@ def test_fuzz_constructor(tally: Tally, data: st.DataObject) -> None:  # noqa: F
             assert all(g[k] is c[k] for g, c in zip(params, callers, strict=True) for k in c)
 
 
-@pytest.mark.xfail(strict=True, reason="construct() does not look at what the class has made")
 @pytest.mark.parametrize("cls", [Forgetful, Impostor, LosesGroups])
 def test_a_class_that_makes_no_optimizer_is_refused_on_purpose(cls: Any) -> None:
     with pytest.raises(Exception, match=cls.__name__) as refusal:
@@ -325,6 +324,20 @@ def test_fuzz_attach(tally: Tally, data: st.DataObject) -> None:  # noqa: F811
             assert live.picture() == before
             assert not any(m._forward_pre_hooks or m._forward_hooks for m in own.modules())
             live.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [({"lazy_gather": 10**5000}, None), ({"reduce_dtype": deep()}, "reduce_dtype must be")],
+)
+def test_attach_can_say_what_it_was_given(how: dict[str, Any], message: str | None) -> None:
+    live = Live()
+    if message is None:
+        live.opt.attach(live.module, **how)
+        live.opt.detach()
+    else:
+        with pytest.raises(TypeError, match=message):
+            live.opt.attach(live.module, **how)
 
 
 @given(data=st.data())

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -49,12 +50,18 @@ def race(world: harness.World, runs: Sequence[tuple[int, Course]], directory: Pa
     expected: dict[Course, Any] = {}
     savers = dist.new_group()  # async_save communicates from a thread
     sleeps = 0
+    ignored: list[str] = []  # errors in finalizers, which nobody can catch
+
+    def note(error: Any) -> None:
+        ignored.append(f"{error.exc_value!r} in {error.object!r}")
+
     for seed, course in runs:
         path = directory / str(seed)
         if course.plain not in expected:
             with watchdog():
                 expected[course.plain] = Run(course.plain, None, path, savers).result()
-        with watchdog(), Delays(seed, world.rank) as delays:
+        listening = mock.patch.object(sys, "unraisablehook", note)
+        with watchdog(), listening, Delays(seed, world.rank) as delays:
             found = Run(course, delays, path, savers).result()
         sleeps += delays.count
         plain = expected[course.plain]
@@ -62,6 +69,8 @@ def race(world: harness.World, runs: Sequence[tuple[int, Course]], directory: Pa
         if different is not None:
             what = f"run {seed}, {course}, rank {world.rank} of {world.size}"
             raise Difference(f"{different} differs: {what}")
+        if ignored:
+            raise RuntimeError(f"run {seed}, {course}: {ignored}")
         dist.barrier()
     return sleeps
 
