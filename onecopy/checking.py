@@ -28,7 +28,8 @@ class Checks(Parts):
         self._check_every = check_every
         self._check_steps = False
         self._looked = 0  # before which step, last
-        self._sentry = Sentry() if check_every else None
+        # Whether it is a number is checked later, on all ranks together.
+        self._sentry = Sentry() if isinstance(check_every, int) and check_every else None
 
     def assert_replicas_equal(self) -> None:
         """Compare what all ranks hold: the parameters, bit for bit, and the numbers in the state,

@@ -6,6 +6,7 @@ There is one for each group of the user's, however many optimizers share it, and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from onecopy.waiting import keep_for_ever
 
 
 class WrongProcessGroup(TypeError, AttributeError):
@@ -73,6 +76,13 @@ def private_group(user_group: Any, greatest: Callable[[int], int]) -> Any:
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
     return group
+
+
+@atexit.register
+def _keep_all() -> None:
+    """What is under way in them when the process ends may never end."""
+    for group in list(_private_groups.values()):
+        keep_for_ever(group)
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:

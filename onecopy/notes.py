@@ -79,11 +79,11 @@ class Notes:
             f"\n  {name_ranks(ranks)}: {text}{seen[ranks[0]].since}"
             for (_, text), ranks in places.items()
         )
-        who = (
-            f"{name_ranks(missing)} did not arrive"
-            if missing
-            else "the ranks are doing different things, or one was lost"
-        )
+        who = "the ranks are doing different things, or one was lost"
+        if missing:
+            who = f"{name_ranks(missing)} did not arrive"
+        elif ended:
+            who = f"{name_ranks(ended)} ended"
         return f"a collective failed: {who}. Last seen:{views}"
 
     def _read(self) -> list[_Note] | None:

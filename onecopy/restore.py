@@ -136,6 +136,11 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
                 f"the state {shown(key)} of parameter {number} is {what}: it has no values that "
                 "could be cut over the ranks"
             )
+        if is_tensor and value.is_complex() and not param.is_complex():
+            raise ValueError(
+                f"the state {shown(key)} of parameter {number} is complex, the parameter is real: "
+                "half of it would be lost"
+            )
 
 
 def _copied(value: Any) -> Any:

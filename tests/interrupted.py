@@ -25,8 +25,7 @@ from torch import nn
 from onecopy import ZeroRedundancyOptimizer, neighbours
 
 SCENARIO, RANK, PORT, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-if sys.argv[5] == "lend":
-    neighbours.WORTH_LENDING = 1
+neighbours.WORTH_LENDING = 1 if sys.argv[5] == "lend" else sys.maxsize
 torch.set_num_threads(1)
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False)
 dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=timedelta(minutes=10))

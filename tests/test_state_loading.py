@@ -548,3 +548,13 @@ def test_every_rank_may_load_a_dict_of_its_own_making(world: World) -> None:
     assert twins.opt._transport.traffic.messages == before
     twins.plain.load_state_dict(copy.deepcopy(full))
     twins.step(2)
+
+
+@distributed(1, 2)
+def test_complex_state_of_a_real_parameter_is_refused_on_all_ranks(world: World) -> None:
+    optimizer = ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(4))], torch.optim.AdamW)
+    found = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))]).state_dict()
+    moments = {key: torch.zeros(4, dtype=torch.complex64) for key in ("exp_avg", "exp_avg_sq")}
+    found["state"] = {0: {"step": torch.tensor(1.0), **moments}}
+    with pytest.raises(ValueError, match="is complex, the parameter is real"):
+        optimizer.load_state_dict(found)

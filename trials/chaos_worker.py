@@ -286,6 +286,7 @@ def run_replay(job: Path, orders: str) -> None:
     which is sent and awaited at once: that changes no bit."""
     mode = json.loads((job / "orders.json").read_text())["mode"]
     build_with(lazy=False, **masters_of(mode))
+    os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     elastic.save = lambda *_: None
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     for replay in json.loads((job / orders).read_text()):
