@@ -17,7 +17,7 @@ from typing import Any
 from onecopy.ledger import BucketStats
 from onecopy.memory import MemoryReport
 from onecopy.models import Failure
-from onecopy.timeline import Cost, Timeline
+from onecopy.timeline import Cost, Timeline, measured
 from onecopy.words import counted
 
 _FILE = re.compile(r"rank-(\d+)\.json")
@@ -164,7 +164,7 @@ def _read(file: Path) -> Trace:
         raise Failure(f"{file} cannot be read ({error}): remove it, and record again") from error
     try:
         trace = _understood(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Failure(f"{file} is no trace that onecopy has written: {_HOW}") from error
     if not trace.timeline.steps:
         raise Failure(
@@ -188,7 +188,7 @@ def _understood(content: Mapping[str, Any]) -> Trace:
         buckets=tuple(_stats(each) for each in facts["buckets"]),
         timeline=timeline,
         costs=timeline.costs(),
-        zero=float(content.get("baseTimeNanoseconds", 0)) / 1e3,
+        zero=measured(content.get("baseTimeNanoseconds", 0)) / 1e3,
     )
 
 
@@ -202,6 +202,6 @@ def _stats(found: Mapping[str, Any]) -> BucketStats:
         int(found["times"]),
         int(found["messages"]),
         int(found["bytes"]),
-        float(found["exposed"]),
-        float(found["hidden"]),
+        measured(found["exposed"]),
+        measured(found["hidden"]),
     )

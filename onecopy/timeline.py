@@ -69,6 +69,17 @@ class Transfer:
         return max(0.0, self.wait.start - self.launch.stop)
 
 
+_LONGER_THAN_EVER = 1e21  # in any unit: sums of much larger numbers would be infinite
+
+
+def measured(value: Any) -> float:
+    """A time in a trace. ValueError if no clock can have shown it."""
+    number = float(value)
+    if not abs(number) < _LONGER_THAN_EVER:
+        raise ValueError(f"{value} is no time")
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Microseconds in which this rank was occupied by transfers, and in which some were under way
@@ -94,8 +105,8 @@ class Timeline:
         for event in events:
             if event.get("ph") != "X" or event.get("cat") == _REPEATED:
                 continue
-            name, start = str(event.get("name")), float(event["ts"])
-            stop = start + float(event.get("dur", 0))
+            name, start = str(event.get("name")), measured(event["ts"])
+            stop = start + measured(event.get("dur", 0))
             first, last = min(first, start), max(last, stop)
             if match := _NAME.fullmatch(name):
                 wait, phase, bucket = match.groups()

@@ -32,6 +32,7 @@ NOT_FOR_USERS = (
     "… could shrink while it is read",  # the same
     "that memory is too small to have been lent",  # the same
     "another one has its descriptor",  # the same
+    "… is no time",  # the cause of "is no trace that onecopy has written"
     "rank … has lent memory that it does not have",  # an attack
     "the buckets do not cover their streams",  # plans check themselves
     "… does not continue its stream",  # the same

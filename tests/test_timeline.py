@@ -160,3 +160,10 @@ def test_transfers_pair_launches_and_waits(spans: list[Span]) -> None:
 
 def test_the_examples_in_docstrings() -> None:
     assert doctest.testmod(onecopy.timeline).failed == 0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -1e300, "1e999"])
+def test_a_time_that_no_clock_can_have_shown_is_refused(value: object) -> None:
+    for times in ({"ts": value, "dur": 1}, {"ts": 1, "dur": value}):
+        with pytest.raises(ValueError, match="is no time"):
+            Timeline.of([{"ph": "X", "name": "onecopy::reduce 0", **times}])
