@@ -150,7 +150,7 @@ def summary(reports: list[Any]) -> str | None:
     if not counted:
         return None
     accepted, refused, wrong = (sum(column) for column in zip(*counted.values(), strict=True))
-    failed = {r.nodeid for r in reports if r.failed and "test_fuzz" in r.nodeid}
+    failed = {r.nodeid for r in reports if getattr(r, "failed", False) and "test_fuzz" in r.nodeid}
     # Of a test that failed elsewhere than in a case; or with its process, which cannot count.
     wrong += sum(counted.get(each, [0, 0, 0])[2] == 0 for each in failed)
     total = f"{accepted + refused + wrong:,} cases"
