@@ -28,7 +28,7 @@ from onecopy.plan import Piece, Plan
 from onecopy.reducer import Reducer
 from onecopy.roster import Roster
 from onecopy.shards import Shards
-from onecopy.transport import Part, Transport
+from onecopy.transport import Part, Transport, do_nothing
 from onecopy.words import shown
 
 
@@ -171,7 +171,7 @@ class Attachment:
         happened before, nothing is waited for."""
         shards = self._shards
         shards.follower = None
-        self._transport.when_disagreeing = _nothing
+        self._transport.when_disagreeing = do_nothing
         if self._transport.refusal is not None:
             shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
@@ -350,10 +350,6 @@ def require_attachable(
 
 def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
-
-
-def _nothing() -> None:
-    pass
 
 
 @torch.no_grad()

@@ -233,11 +233,15 @@ class Inbox(_Box):
         self._expected[tag] += 1
         return tag, self._expected[tag]
 
-    def find(self, letter: tuple[int, int], seconds: float) -> Address | None:
-        """A letter, if it comes within a time."""
+    def has(self, letter: tuple[int, int], seconds: float) -> bool:
+        """Whether a letter comes within a time."""
         while letter not in self._waiting and self._written.wait(seconds):
             self._take()
-        return self._waiting.pop(letter, None)
+        return letter in self._waiting
+
+    def take_out(self, letter: tuple[int, int]) -> Address:
+        """A letter that is here."""
+        return self._waiting.pop(letter)
 
     def make_room(self) -> None:
         """Take what is there: the writer may wait for that."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import select
@@ -33,8 +34,8 @@ from onecopy.lending import (
     memory_of,
 )
 
-# In bytes: all that is not empty, since a letter costs a tenth of a message through gloo. Tests
-# send a part of what they could lend.
+# In bytes: all that is not empty, since a letter costs less than a message through gloo, however
+# short. Tests send a part of what they could lend.
 WORTH_LENDING = 1
 _AT_FIRST, _LATER = 0.05, 0.2  # seconds to wait before looking for what may have gone wrong
 _LINGERING = 5.0  # seconds, at most, that an ending process waits for its readers
@@ -107,16 +108,19 @@ class Neighbourhood:
         memory.lend(list(parts))
         self._lent.add(memory)
         for reader, part in parts.items():
-            address = memory.address(part)
-            box = self._outboxes[reader]
-
-            def written(seconds: float, box: Outbox = box, address: Address = address) -> bool:
-                for inbox in self._inboxes.values():
-                    inbox.make_room()  # the reader may itself wait for room
-                return box.write(tag, address, seconds)
-
-            if not box.write(tag, address, 0) and not self._wait(written, [reader], patience):
+            write = functools.partial(self._outboxes[reader].write, tag, memory.address(part))
+            if not write(0) and not self._wait(self._making_room(write), [reader], patience):
                 raise RuntimeError(f"rank {reader} takes no more letters")
+
+    def _making_room(self, write: Callable[[float], bool]) -> Callable[[float], bool]:
+        """The reader may itself wait for room at this rank."""
+
+        def written(seconds: float) -> bool:
+            for inbox in self._inboxes.values():
+                inbox.make_room()
+            return write(seconds)
+
+        return written
 
     def borrow(self, lender: int, tag: int) -> Loan:
         """What the lender's next ``lend`` with this tag will tell."""
@@ -125,19 +129,10 @@ class Neighbourhood:
     def find(self, loan: Loan, patience: Callable[[], float]) -> Address:
         """Where the data is; waits for the letter."""
         inbox = self._inboxes[loan.lender]
-        found = inbox.find(loan.letter, 0)
-        if found is None:
-            letters: list[Address] = []
-
-            def arrived(seconds: float) -> bool:
-                letter = inbox.find(loan.letter, seconds)
-                letters.extend([] if letter is None else [letter])
-                return letter is not None
-
-            if not self._wait(arrived, [loan.lender], patience):
-                raise RuntimeError(f"rank {loan.lender} has not lent what it should")
-            (found,) = letters
-        return found
+        has_come = functools.partial(inbox.has, loan.letter)
+        if not has_come(0) and not self._wait(has_come, [loan.lender], patience):
+            raise RuntimeError(f"rank {loan.lender} has not lent what it should")
+        return inbox.take_out(loan.letter)
 
     def map(self, lender: int, at: Address) -> Borrowed:
         """The memory of a neighbour, mapped when it is met for the first time."""

@@ -34,7 +34,7 @@ from onecopy.lanes import Lane
 from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
 from onecopy.plan import Plan
-from onecopy.transport import Pending, Transport
+from onecopy.transport import Pending, Transport, do_nothing
 from onecopy.words import plural
 
 IN_FLIGHT = 3
@@ -113,10 +113,6 @@ class _Phase:
     next: int = 0  # the first bucket that has not left
 
 
-def _nothing() -> None:
-    pass
-
-
 class Reducer:
     """Sums the gradients of the planned parameters over the ranks, each rank its own slots."""
 
@@ -145,7 +141,7 @@ class Reducer:
         self._late: dict[int, torch.Tensor] = {}
         self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
         self._present: set[int] = set()
-        self.when_dropped: Callable[[], None] = _nothing  # because a backward was given up
+        self.when_dropped: Callable[[], None] = do_nothing  # because a backward was given up
         self.backwards = 0  # since the gradients were used up or dropped
         self.share = 1 / transport.world_size  # what a rank's gradient counts in the average
 

@@ -40,8 +40,8 @@ _attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary() 
 _DEFAULT_PATIENCE = timedelta(minutes=30)
 
 
-def _nothing() -> None:
-    pass
+def do_nothing() -> None:
+    """For who is to be told of something, as long as nobody is."""
 
 
 class Part(NamedTuple):
@@ -101,7 +101,7 @@ class Transport:
         self.ledger = Ledger(self.traffic)
         self._notes = notes_of(self.user_group)
         self.compares_phases = False  # ONECOPY_CHECK=step
-        self.when_disagreeing: Callable[[], None] = _nothing
+        self.when_disagreeing: Callable[[], None] = do_nothing
         self.note("building an optimizer")
         self._group = self.user_group
         self.neighbours = Neighbourhood(self.rank, self.world_size)

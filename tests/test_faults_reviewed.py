@@ -101,6 +101,23 @@ def test_a_bucket_of_this_ranks_own_does_not_overwrite_what_a_slow_rank_has_not_
     assert_averaged(world, model, optimizer)
 
 
+def run_ranks(program: str, ranks: int, directory: Path) -> tuple[list[int], list[Any]]:
+    """Exit codes and (output, errors) of `program RANK PORT`, each rank a process of its own that ends by
+    itself, which those of the harness do not."""
+    script = directory / "program.py"
+    script.write_text(program)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([sys.executable, str(script), str(rank), port], **out)
+        for rank in range(ranks)
+    ]
+    said = [rank.communicate(timeout=60) for rank in started]
+    return [rank.returncode for rank in started], said
+
+
 LEAVES = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
@@ -126,17 +143,8 @@ assert (param == -1).all()
 def test_a_rank_that_ends_after_its_first_step_leaves_its_memory_to_a_slow_one(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "leaves.py"
-    script.write_text(LEAVES)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), str(port)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    codes, said = run_ranks(LEAVES, 2, tmp_path)
+    assert codes == [0, 0], said
 
 
 @distributed(2, fresh=True, pg_timeout=40)
@@ -214,19 +222,10 @@ for step in range(2):
 
 
 def test_the_rank_that_hosts_the_store_is_named_by_those_of_its_host(tmp_path: Path) -> None:
-    script = tmp_path / "hosts.py"
-    script.write_text(HOSTS_THE_STORE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), str(port)], stdout=subprocess.PIPE)
-        for rank in range(3)
-    ]
-    said = [rank.communicate(timeout=60)[0].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [3, 4, 4], said
+    codes, said = run_ranks(HOSTS_THE_STORE, 3, tmp_path)
+    assert codes == [3, 4, 4], said
     expected = "a collective failed: rank 0 ended. This one was last in step 2\n"
-    assert said[1:] == [expected, expected]
+    assert [output for output, _ in said[1:]] == [expected, expected]
 
 
 @contextlib.contextmanager

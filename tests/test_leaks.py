@@ -202,6 +202,7 @@ def test_lent_memory_goes_by_itself(world: World, mode: str) -> None:
     files, mappings = open_files(), mappings_of_lent_memory()  # of tests before
     for _ in range(12):
         live_once(world, mode)
+    assert mappings_of_lent_memory() > 0
     gc.collect()
     dist.barrier()
     desks = world.size  # with letters, for as long as there is the group

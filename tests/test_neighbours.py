@@ -95,24 +95,28 @@ def boxes() -> tuple[Outbox, Inbox]:
     return desk.outboxes[2], inbox
 
 
+def found(inbox: Inbox, letter: tuple[int, int], seconds: float = 0) -> Address | None:
+    return inbox.take_out(letter) if inbox.has(letter, seconds) else None
+
+
 def test_letters_with_a_tag_are_meant_in_the_order_in_which_they_were_written() -> None:
     outbox, inbox = boxes()
     first, second, other = inbox.expect(7), inbox.expect(7), inbox.expect(8)
     for tag, number in ((7, 1), (8, 2), (7, 3)):
         assert outbox.write(tag, Address(number, 0, 0, 0, 0), 0)
-    assert inbox.find(second, 0) == Address(3, 0, 0, 0, 0)
-    assert inbox.find(other, 0) == Address(2, 0, 0, 0, 0)
-    assert inbox.find(first, 0) == Address(1, 0, 0, 0, 0)
+    assert found(inbox, second) == Address(3, 0, 0, 0, 0)
+    assert found(inbox, other) == Address(2, 0, 0, 0, 0)
+    assert found(inbox, first) == Address(1, 0, 0, 0, 0)
 
 
 def test_a_letter_that_was_not_written_is_not_found() -> None:
     outbox, inbox = boxes()
     letter = inbox.expect(1)
-    assert inbox.find(letter, 0.01) is None
+    assert found(inbox, letter, 0.01) is None
     outbox.write(2, Address(1, 2, 3, 4, 5), 0)
-    assert inbox.find(letter, 0.01) is None
+    assert found(inbox, letter, 0.01) is None
     outbox.write(1, Address(5, 4, 3, 2, 1), 0)
-    assert inbox.find(letter, 0) == Address(5, 4, 3, 2, 1)
+    assert found(inbox, letter) == Address(5, 4, 3, 2, 1)
 
 
 def test_a_full_box_takes_no_more_until_letters_were_taken() -> None:
@@ -126,8 +130,8 @@ def test_a_full_box_takes_no_more_until_letters_were_taken() -> None:
         assert outbox.write(0, Address(more, 0, 0, 0, 0), 0)
         inbox.make_room()
     letters = [inbox.expect(0) for _ in range(3 * written)]
-    found = [inbox.find(letter, 0) for letter in letters]
-    assert [letter and letter.fd for letter in found] == list(range(3 * written))
+    addresses = [found(inbox, letter) for letter in letters]
+    assert [address and address.fd for address in addresses] == list(range(3 * written))
 
 
 def test_a_wait_for_a_semaphore_ends_with_its_time_and_with_a_signal() -> None:
