@@ -102,8 +102,8 @@ def test_a_bucket_of_this_ranks_own_does_not_overwrite_what_a_slow_rank_has_not_
 
 
 def run_ranks(program: str, ranks: int, directory: Path) -> tuple[list[int], list[Any]]:
-    """Exit codes and (output, errors) of `program RANK PORT`, each rank a process of its own that ends by
-    itself, which those of the harness do not."""
+    """Exit codes and (output, errors) of `program RANK PORT`, each rank a process of its own that
+    ends by itself, which those of the harness do not."""
     script = directory / "program.py"
     script.write_text(program)
     with socket.socket() as probe:
