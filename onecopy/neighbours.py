@@ -39,6 +39,7 @@ from onecopy.lending import (
 WORTH_LENDING = 1
 _AT_FIRST, _LATER = 0.05, 0.2  # seconds to wait before looking for what may have gone wrong
 _LINGERING = 5.0  # seconds, at most, that an ending process waits for its readers
+_ENDING = 0.5  # seconds that a process may take from losing its memory to being gone
 
 
 def worth_lending(numbytes: int) -> bool:
@@ -173,9 +174,16 @@ class Neighbourhood:
         return True
 
     def ended(self) -> list[int]:
-        """The ranks of this host whose processes are gone."""
+        """The ranks of this host whose processes are gone. To be asked when something has failed:
+        what a process had is gone a moment before the process itself, so it is waited for."""
+        until = time.monotonic() + _ENDING
         with contextlib.ExitStack() as stack:
-            return [rank for rank, pid in self.pids.items() if _ends_of([pid], stack)()]
+            ends = {rank: _ends_of([pid], stack) for rank, pid in self.pids.items()}
+            while True:
+                found = [rank for rank, has_ended in ends.items() if has_ended()]
+                if found or not ends or time.monotonic() > until:
+                    return found
+                time.sleep(0.01)
 
     def forget(self) -> None:
         """Let go of what is no longer used; what is met again will be mapped again."""

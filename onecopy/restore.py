@@ -141,6 +141,24 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
                 f"the state {shown(key)} of parameter {number} is complex, the parameter is real: "
                 "half of it would be lost"
             )
+        if is_tensor and value.layout is torch.strided and _is_hollow(value):
+            raise ValueError(
+                f"the state {shown(key)} of parameter {number} claims {value.nbytes:,} bytes, of "
+                "which it holds but a few: expanded, it would not fit into memory"
+            )
+
+
+# In bytes. A rank copies the state that it owns: all of them refuse what would be too much for one.
+_MOST_EXPANDED = 1 << 30
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether its elements share memory, and would need much if they did not."""
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return False
+    return tensor.nbytes > max(held, _MOST_EXPANDED)
 
 
 def _copied(value: Any) -> Any:

@@ -216,8 +216,12 @@ for step in range(2):
         optimizer.step()
     except RuntimeError as error:
         print(error, flush=True)
-        time.sleep(3)  # else the other one would say that this one has ended, too
+        open(f"{sys.argv[0]}.{rank}", "w").close()
+        # Else the other one might say that this one has ended, too.
+        while not all(os.path.exists(f"{sys.argv[0]}.{each}") for each in (1, 2)):
+            time.sleep(0.01)
         os._exit(4)
+    dist.barrier()  # nobody is left behind in the first step
 """
 
 

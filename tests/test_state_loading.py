@@ -558,3 +558,14 @@ def test_complex_state_of_a_real_parameter_is_refused_on_all_ranks(world: World)
     found["state"] = {0: {"step": torch.tensor(1.0), **moments}}
     with pytest.raises(ValueError, match="is complex, the parameter is real"):
         optimizer.load_state_dict(found)
+
+
+@distributed(1, 2)
+def test_state_that_would_not_fit_into_memory_is_refused_on_all_ranks(world: World) -> None:
+    """Not only by the rank that owns the parameter, and would have to copy it."""
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(weights, torch.optim.Adafactor)
+    found = torch.optim.Adafactor(weights).state_dict()
+    found["state"] = {0: {"step": torch.tensor(1.0), "row_var": torch.ones(1).expand(2**40)}}
+    with pytest.raises(ValueError, match=r"row_var.* of parameter 0 claims 4,398,046,511,104 byte"):
+        optimizer.load_state_dict(found)
