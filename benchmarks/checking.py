@@ -1,10 +1,11 @@
-"""What `check_every` costs: a share of the time of a step, both measured in the same steps.
+"""What `check_every` costs: a share of the time of a step.
 
-A GPT is trained with AdamW on gloo processes of this machine, attached and drop-in. In every step
-the parameters are read once and the state twice (`watching`), every so many steps the ranks compare
-what they have seen (`comparing`); the latter is shown as it counts with check_every=100. Medians of
-the slowest rank. How large the share is depends on how much a step computes for each parameter:
-that is the number of tokens.
+A GPT is trained with AdamW on gloo processes of this machine, attached and drop-in. The same
+optimizer takes steps without a sentry, with one that looks at all buckets in every step
+(`watching`), and with one whose findings the ranks also compare in every step (`comparing`), in
+turns. The last counts as with check_every=100. Medians of what `step()` took, of the slowest rank;
+the ranks call it together. How large the share is depends on how much is computed for each
+parameter: that is the number of tokens.
 
     make bench-checking
     .venv/bin/python benchmarks/checking.py --ranks 2 --rounds 11
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from workloads import GPT, GPTConfig
 from onecopy import ZeroRedundancyOptimizer
 
 EVERY = 100
-COMPARED_EVERY = 3  # here, so that there is something to measure; the cost is divided as by EVERY
+NEVER = 1 << 40
+TURN = 4  # steps; the first of a turn is not counted: it finds another's traces in the cache
 GOAL = 0.01
 
 MODELS = {
@@ -38,51 +39,50 @@ MODELS = {
 BATCHES = (4, 16, 32)  # sequences of 128 tokens
 
 
-class Clock:
-    """Seconds spent in calls of a function."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        self.spent: list[float] = []
-
-    def __call__(self, *args: Any) -> Any:
-        start = time.perf_counter()
-        result = self._call(*args)
-        self.spent.append(time.perf_counter() - start)
-        return result
-
-
 def measured(config: GPTConfig, batch: int, mode: str, rounds: int) -> dict[str, float]:
+    """Seconds: of a step with forward and backward, and what else it took."""
     torch.manual_seed(0)
     model = GPT(config)
     module = model if mode == "attached" else DistributedDataParallel(model)
     optimizer: Any = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, check_every=COMPARED_EVERY
+        model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, check_every=NEVER
     )
     if mode == "attached":
         optimizer.attach(module)
-    looking = optimizer._look_for_damage = Clock(optimizer._look_for_damage)
-    sealing = optimizer._seal_state = Clock(optimizer._seal_state)
-    by_hand, steps = Clock(optimizer.assert_replicas_equal), []
-    for _ in range(COMPARED_EVERY * rounds):
-        tokens = torch.randint(config.vocabulary, (batch, config.context + 1))
-        dist.barrier()
-        start = time.perf_counter()
-        module(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append(time.perf_counter() - start)
+    sentry = optimizer._sentry
+    ways = {"plain": (None, NEVER), "watched": (sentry, NEVER), "compared": (sentry, 1)}
+    stepping: dict[str, list[float]] = {way: [] for way in ways}
+    whole = []
+    for turn in range(len(ways) * rounds):
+        way = list(ways)[turn % len(ways)]
+        sentry.unseal()
+        optimizer._sentry, optimizer._check_every = ways[way]
+        for step in range(TURN):
+            tokens = torch.randint(config.vocabulary, (batch, config.context + 1))
+            dist.barrier()
+            start = time.perf_counter()
+            module(tokens[:, :-1], tokens[:, 1:]).backward()
+            computed = time.perf_counter() - start
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.step()
+            if step:
+                stepping[way].append(time.perf_counter() - start)
+            optimizer.zero_grad()
+            if step and way == "plain":
+                whole.append(computed + stepping[way][-1])
+    by_hand = []
     for _ in range(rounds):
         dist.barrier()
-        by_hand()
-    compares = looking.spent[COMPARED_EVERY - 1 :: COMPARED_EVERY]
-    others = [s for i, s in enumerate(looking.spent) if (i + 1) % COMPARED_EVERY]
-    watching = statistics.median(others) + statistics.median(sealing.spent)
+        start = time.perf_counter()
+        optimizer.assert_replicas_equal()
+        by_hand.append(time.perf_counter() - start)
+    took = {way: statistics.median(seconds) for way, seconds in stepping.items()}
     return {
-        "step": statistics.median(steps) - watching,
-        "watching": watching,
-        "comparing": max(0.0, statistics.median(compares) - statistics.median(others)),
-        "by hand": statistics.median(by_hand.spent),
+        "step": statistics.median(whole),
+        "watching": max(0.0, took["watched"] - took["plain"]),
+        "comparing": max(0.0, took["compared"] - took["watched"]),
+        "by hand": statistics.median(by_hand),
     }
 
 
@@ -117,7 +117,7 @@ def row(config: GPTConfig, batch: int, mode: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=4, ranks=(2,))
+    parser = arguments(__doc__, rounds=6, ranks=(2,))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from onecopy.checks import as_number, check_switches
 from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
 from onecopy.parts import Parts
-from onecopy.words import plural
+from onecopy.words import plural, shown
 
 logger = logging.getLogger("onecopy")
 
@@ -191,7 +191,7 @@ class Attaches(Parts):
         attachment.give_up_raised()
         party = self._announce_in_join(Turn.LOOK)
         attachment.judge()  # a backward that was given up ends here, on all ranks
-        call = f"{_LOOKS[method]}{args}"
+        call = f"{_LOOKS[method]}({', '.join(map(shown, args))})"
         self._transport.note(f"{call} after {self._steps} steps{self._mode}")
         with self._transport.noting_errors():
             if party is None:

@@ -12,7 +12,7 @@ from onecopy.fingerprints import fingerprint
 from onecopy.join import Party
 from onecopy.parts import Parts
 from onecopy.replicas import Evidence, require_equal
-from onecopy.sentry import Sentry, contents, counters
+from onecopy.sentry import Sentry, counters
 from onecopy.words import plural
 
 
@@ -22,12 +22,12 @@ class Checks(Parts):
     _check_every: int | None
     _check_steps: bool
     _sentry: Sentry | None
-    _looked: int
+    _compared: int
 
     def _watch_with(self, check_every: int | None) -> None:
         self._check_every = check_every
         self._check_steps = False
-        self._looked = 0  # before which step, last
+        self._compared = 0  # before which step, last
         # Whether it is a number is checked later, on all ranks together.
         self._sentry = Sentry() if isinstance(check_every, int) and check_every else None
 
@@ -41,7 +41,7 @@ class Checks(Parts):
         self.wait()
         params = self._roster.params
         if self._sentry is not None:
-            self._sentry.inspect(contents(self._local), self._steps + 1)
+            self._sentry.inspect()
         if params:
             prints = torch.stack([fingerprint(param).cpu() for param in params])
             self._require_equal(prints)
@@ -55,21 +55,30 @@ class Checks(Parts):
     # ------------------------------------------------------------------ check_every
 
     def _look_for_damage(self) -> None:
-        """A step begins, and nothing has been changed yet."""
-        if self._sentry is None or self._looked == self._steps:  # a step that is called again
+        """A step begins, and nothing has been changed yet. Mostly each bucket is looked at when
+        its turn comes."""
+        sentry = self._sentry
+        if sentry is None:
             return
-        self._sentry.watch(self._roster.params, self._steps)
-        self._sentry.inspect(contents(self._local), self._steps)
-        if self._steps % (self._check_every or 1) == 0:
+        sentry.begin(self._steps, self._local, self._plan, self._roster.params)
+        compares = self._steps % (self._check_every or 1) == 0
+        if compares or self._local.masters.are_behind():  # they are about to be changed, too
+            sentry.look_at_all()
+        if compares and self._compared < self._steps:  # not again if the step is called again
             self._transport.add_to_note("comparing replicas")
             require_agreement(self._transport, "comparing the ranks", self._description())
-            self._require_equal(*self._sentry.history(self._steps))
-        self._looked = self._steps
+            try:
+                self._require_equal(*sentry.history())
+            except RuntimeError:
+                sentry.forget_looks()  # if the step is called again, it is still to be found
+                raise
+            self._compared = self._steps
 
-    def _seal_state(self) -> None:
-        """A step has ended."""
+    def _finish_looking(self) -> None:
+        """A step has failed in the middle: others have looked at all buckets in it."""
         if self._sentry is not None:
-            self._sentry.seal(contents(self._local))
+            self._sentry.look_at_all()
+            self._sentry.unseal()
 
     def _state_has_changed(self) -> None:
         if self._sentry is not None:

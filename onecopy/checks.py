@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -40,11 +39,17 @@ def check_options(check_every: Any, master_dtype: Any) -> None:
         )
 
 
+_MOST_MIB = 2**40
+
+
 def check_bucket_mb(bucket_mb: Any) -> None:
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
         raise TypeError(f"bucket_mb must be a number of MiB, got {shown(bucket_mb)}")
-    if not 0 < bucket_mb < math.inf:
-        raise ValueError(f"bucket_mb must be a positive number of MiB, got {shown(bucket_mb)}")
+    if not 0 < bucket_mb <= _MOST_MIB:
+        raise ValueError(
+            "bucket_mb must be a positive number of MiB, and no more than any machine has: got "
+            f"{shown(bucket_mb)}"
+        )
 
 
 def check_switches(**switches: Any) -> None:

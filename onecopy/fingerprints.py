@@ -6,6 +6,8 @@ which no sum and no product with an odd number can hide: that single bits are no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from onecopy.buffers import flat_range, is_dense
@@ -21,7 +23,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     noticed: it is for memory that nobody should have touched."""
     words, rest = _words(tensor)
     total: torch.Tensor = words.sum() * ODD
-    return total + rest.sum() if rest.numel() else total
+    return total + rest.to(torch.int64).sum() if rest.numel() else total
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +39,65 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+class Checksums:
+    """Those of the same tensors, again and again: what does not change is prepared once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._places = [tensor.data_ptr() for tensor in tensors]
+        devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
+        # Where the others are, so that nothing is waited for.
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._cells = torch.zeros(len(self._tensors), dtype=torch.int64)
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # words, and where the sum goes
+        self._rests: list[tuple[int, torch.Tensor]] = []
+        self._others: list[int] = []  # to be read the long way, by position
+        numbers: dict[torch.dtype, list[int]] = {}
+        for index, (tensor, cell) in enumerate(zip(self._tensors, self._cells, strict=True)):
+            if tensor.dim() == 0 and tensor.device.type == "cpu" and tensor.element_size() < 8:
+                numbers.setdefault(tensor.dtype, []).append(index)
+            else:
+                self._prepare(index, tensor.detach(), cell)
+        # Single elements, as `step`, are read in one go.
+        self._numbers = [
+            (torch.tensor(indices), [self._tensors[index].detach() for index in indices])
+            for indices in numbers.values()
+        ]
+
+    def _prepare(self, index: int, tensor: torch.Tensor, cell: torch.Tensor) -> None:
+        is_misaligned = tensor.storage_offset() * tensor.element_size() % _WORD_BYTES
+        if tensor.device.type != "cpu" or not is_dense(tensor) or is_misaligned:
+            self._others.append(index)
+            return
+        words, rest = _words(tensor)
+        self._sums.append((words, cell))
+        if rest.numel():
+            self._rests.append((index, rest))
+
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same ones, where they were."""
+        return len(tensors) == len(self._tensors) and all(
+            tensor is known and tensor.data_ptr() == place
+            for tensor, known, place in zip(tensors, self._tensors, self._places, strict=True)
+        )
+
+    def now(self) -> torch.Tensor:
+        """The numbers, in the order of the tensors."""
+        for words, cell in self._sums:
+            torch.sum(words, 0, out=cell)
+        found = self._cells * ODD
+        for indices, numbers in self._numbers:
+            together = torch.stack(numbers)
+            found[indices] = together.view(_INTEGERS[together.element_size()]).to(torch.int64)
+        for index, rest in self._rests:
+            found[index] += rest.to(torch.int64).sum()
+        if self._device.type != "cpu":
+            found = found.to(self._device, non_blocking=True)
+        for index in self._others:
+            found[index] = checksum(self._tensors[index])
+        return found
+
+
 def _weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if words.device.type == "cpu":
         return torch.dot(words, weights)  # in one pass; accelerators have it for floats only
@@ -45,14 +106,15 @@ def _weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The memory in words, and the few elements at the end that fill none."""
-    dense = tensor.detach()
-    if not is_dense(dense):
-        dense = dense.contiguous()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    integers = flat_range(dense, 0, dense.numel()).view(_INTEGERS[dense.element_size()])
+    memory = tensor.detach()
+    if memory.is_complex():
+        memory = torch.view_as_real(memory)
+    # Not as what they are: a copy of a bool need not have its bits.
+    memory = memory.view(_INTEGERS[memory.element_size()])
+    dense = memory if is_dense(memory) else memory.contiguous()
+    integers = flat_range(dense, 0, dense.numel())
     in_word = _WORD_BYTES // dense.element_size()
     if integers.storage_offset() % in_word:
         integers = integers.clone()  # words begin where the tensor does, wherever in memory it lies
     end = integers.numel() // in_word * in_word
-    return integers[:end].view(torch.int64), integers[end:].to(torch.int64)
+    return integers[:end].view(torch.int64), integers[end:]

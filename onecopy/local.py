@@ -12,7 +12,7 @@ import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,19 @@ GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
 
 def of_the_parameters(_: int) -> None:
     """The ``GradientsOf`` of drop-in mode."""
+
+
+class Course(Protocol):
+    """Who is told how a step goes."""
+
+    def comes(self, bucket: int) -> None:
+        """Nothing of the bucket has changed yet."""
+
+    def changes(self) -> None:
+        """From here on, something has."""
+
+    def updated(self, bucket: int) -> None:
+        """This rank's part of the bucket is up to date."""
 
 
 Portion = tuple[Inner, dict[int, list[torch.Tensor]]]  # what it has in a bucket, by its groups
@@ -60,6 +73,10 @@ class LocalOptimizer:
     def pieces(self) -> list[OwnedPiece]:
         """This rank's pieces, in the order of the plan."""
         return self._held.pieces
+
+    def pieces_in(self, bucket: int) -> list[OwnedPiece]:
+        """Those in a bucket."""
+        return self._held.in_bucket.get(bucket, [])
 
     def own(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
         """Take over this rank's pieces of the parameters that the plan gained."""
@@ -245,38 +262,41 @@ class LocalOptimizer:
         kwargs: Mapping[str, Any],
         gradients: GradientsOf,
         order: Sequence[int],
-        changes: Callable[[], None],
-        updated: Callable[[int], None],
+        course: Course,
     ) -> Any:
         """Step every inner optimizer once; the first one's result.
 
-        It happens bucket by bucket, in this order, where the class allows it, and ``updated`` is
-        told of each bucket at once, so that it travels while the next one is computed. ``changes``
-        is called before the first change.
+        It happens bucket by bucket, in this order, where the class allows it; ``course`` is told
+        of each bucket at once, so that it travels while the next one is computed.
         """
         is_plain = not kwargs and (closure is None or isinstance(closure, Replay))
         result = closure.loss if isinstance(closure, Replay) else None
-        by_bucket = []
+        by_bucket = [i for i in self._inners.values() if is_plain and i.steps_by_bucket]
+        at_once = len(by_bucket) < len(self._inners)
+        if at_once:
+            for bucket in order:
+                course.comes(bucket)
         for number, inner in enumerate(self._inners.values()):
-            if is_plain and inner.steps_by_bucket:
-                by_bucket.append(inner)
+            if inner in by_bucket:
                 continue
             given = dict(kwargs)
             if closure is not None:
                 given["closure"] = closure.once() if isinstance(closure, Replay) else closure
             with self._bound(order, gradients), self._kept_in_place():
-                changes()
+                course.changes()
                 own = step_without_hooks(inner.optimizer)(**given)
             result = own if number == 0 else result
         for bucket in order:
+            if not at_once:
+                course.comes(bucket)
             portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
             if portions:
                 with self._bound([bucket], gradients), named(Phase.STEP, bucket):
-                    changes()
+                    course.changes()
                     for inner, params in portions:
                         with inner.narrowed(params):
                             step_without_hooks(inner.optimizer)()
-            updated(bucket)
+            course.updated(bucket)
         return result
 
     def _portions(self) -> dict[int, list[Portion]]:

@@ -308,14 +308,15 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             self._local.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
-                result = self._shards.step(closure, kwargs, gradients, self._condition)
+                result = self._shards.step(
+                    closure, kwargs, gradients, self._condition, self._sentry
+                )
             self._local.options_out(self.param_groups)
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
         with self._transport.noting_errors():
             if self._join_config.enable:
                 self.wait()  # DDP may send its parameters around when the context ends
-            self._seal_state()
         self._transport.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
@@ -335,6 +336,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             refusal = self._condition.refusal
             if refusal is not None:
                 self._transport.note(refusal, same_place=True)
+                self._finish_looking()
             else:
                 self._transport.take_back(f"{where} raised {type(error).__name__}: {error}")
                 self._steps -= 1

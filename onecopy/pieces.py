@@ -211,6 +211,10 @@ class Masters:
             owned.follow_param()
         return bool(behind)
 
+    def are_behind(self) -> bool:
+        """Whether ``follow_params`` would change one."""
+        return any(owned.is_loaded or owned.is_behind for owned in self._pieces)
+
     def follow_params(self) -> None:
         """Before parameters are updated: they are the truth, also for what was loaded."""
         for owned in self._pieces:

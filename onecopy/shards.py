@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from onecopy.intake import GroupPolicy
 from onecopy.local import GradientsOf, LocalOptimizer
 from onecopy.plan import Plan
 from onecopy.roster import Roster
+from onecopy.sentry import Sentry
 from onecopy.transport import Transport
 from onecopy.watch import HomeWatch, MemoryWatch
 
@@ -165,17 +166,18 @@ class Shards:
             self.settle()
 
     def step(
-        self, closure: Any, kwargs: Mapping[str, Any], gradients: GradientsOf, condition: Condition
+        self,
+        closure: Any,
+        kwargs: Mapping[str, Any],
+        gradients: GradientsOf,
+        condition: Condition,
+        sentry: Sentry | None,
     ) -> Any:
         """Update this rank's pieces, and bring all ranks' to all; what the class's step returns."""
-
-        def updated(bucket: int) -> None:
-            self._send(bucket)
-            condition.updated()
-
         order = self.gatherer.order
         self._unsent = list(order)
-        result = self.local.step(closure, kwargs, gradients, order, condition.changes, updated)
+        course = _Course(self._send, condition, sentry)
+        result = self.local.step(closure, kwargs, gradients, order, course)
         self._finish_sending()
         return result
 
@@ -219,6 +221,27 @@ class Shards:
         new.look_for_modules()
         new.settle()
         return new
+
+
+class _Course(NamedTuple):
+    """What happens around the update of a bucket."""
+
+    send: Callable[[int], None]
+    condition: Condition
+    sentry: Sentry | None
+
+    def comes(self, bucket: int) -> None:
+        if self.sentry is not None:
+            self.sentry.look(bucket)
+
+    def changes(self) -> None:
+        self.condition.changes()
+
+    def updated(self, bucket: int) -> None:
+        if self.sentry is not None:
+            self.sentry.seal(bucket)  # while its state is in the cache
+        self.send(bucket)
+        self.condition.updated()
 
 
 _requires_grad, _grad = operator.attrgetter("requires_grad"), operator.attrgetter("grad")

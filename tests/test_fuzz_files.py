@@ -39,6 +39,8 @@ Damage = Callable[[Path, Path, random.Random], Any]  # file, another checkpoint,
 
 # ------------------------------------------------------------------------------- the file itself
 
+HUGE = 1 << 30  # bytes
+
 
 def cut_to(length: Callable[[int], int]) -> Damage:
     def damage(file: Path, _: Path, __: random.Random) -> None:
@@ -49,7 +51,8 @@ def cut_to(length: Callable[[int], int]) -> Damage:
 
 def rewritten(change: Callable[[bytes, random.Random], bytes]) -> Damage:
     def damage(file: Path, _: Path, chance: random.Random) -> None:
-        file.write_bytes(change(file.read_bytes(), chance))
+        if file.stat().st_size < HUGE:  # else it is damaged enough, and too much to read
+            file.write_bytes(change(file.read_bytes(), chance))
 
     return damage
 

@@ -111,8 +111,9 @@ CHANGED_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def paths_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of all that a tree holds, as far down as state dicts go: one may hold itself by now."""
     found = [path]
-    if isinstance(tree, (dict, list)):
+    if isinstance(tree, (dict, list)) and len(path) < 6:
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for key, value in items:
             found += paths_in(value, (*path, key))

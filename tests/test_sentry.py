@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from models import Mlp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+import onecopy.local
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.fingerprints import CHUNK, checksum, fingerprint
+from onecopy.fingerprints import CHUNK, Checksums, checksum, fingerprint
 
-SMALL = {"bucket_mb": 0.002}
+SMALL = {"bucket_mb": 0.0002}  # some seven buckets of the 328 elements
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
 
@@ -66,6 +69,27 @@ def test_a_fingerprint_knows_the_places_of_elements_and_strides_do_not_matter() 
     shifted[0] = 1.0
     assert fingerprint(shifted) != fingerprint(shifted.roll(2 * CHUNK))
     assert fingerprint(torch.zeros(0)) == 0 == checksum(torch.zeros(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prepared_checksums_are_those_of_the_tensors_and_see_every_change(
+    dtype: torch.dtype,
+) -> None:
+    source = random.Random(0)
+    memory = (torch.rand(200) * 100).to(dtype)
+    tensors = [memory[:8], memory[8:31], memory[31:60], memory[60], memory[61], memory[62:62]]
+    tensors += [memory[64:94].view(5, 6).t(), memory[100:130].view(5, 6)[:, ::2]]
+    prepared = Checksums(tensors)
+    for _ in range(30):
+        before = prepared.now()
+        assert before.tolist() == [int(checksum(tensor)) for tensor in tensors]
+        changed = source.choice([i for i, tensor in enumerate(tensors) if tensor.numel()])
+        flip(tensors[changed], source)
+        assert (prepared.now() != before).nonzero().flatten().tolist() == [changed]
+    assert prepared.are_of(tensors)
+    assert not prepared.are_of([*tensors[:-1], tensors[-1].clone()])
+    tensors[0].data = tensors[0].clone()
+    assert not prepared.are_of(tensors)
 
 
 # ------------------------------------------------------------------ in training
@@ -275,3 +299,105 @@ def _pieces(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[Any
     plan = optimizer._plan
     of_all: Callable[[int], Any] = plan.pieces
     return [p for rank in range(plan.world_size) for p in of_all(rank) if p.param == index]
+
+
+# ------------------------------------------------------------------ histories stay level
+
+
+@distributed(2)
+def test_a_difference_that_stays_is_found_again_if_the_step_is_called_again(world: World) -> None:
+    training = Training(world, "drop-in", check_every=2)
+    training.step()
+    param = training.model.get_parameter("norm.weight")
+    if world.rank == 1:
+        param.data.view(torch.int32)[0] ^= 1 << 20
+    training.backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"norm.weight.* is not the same on all ranks"):
+            training.optimizer.step()
+    torch.distributed.broadcast(param.data, 0)
+    training.optimizer.step()
+    training.step(5)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_a_step_that_failed_in_the_middle_on_one_rank_leaves_the_histories_level(
+    world: World, buckets: int
+) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), SGD, lr=0.01, momentum=0.9, check_every=6, **SMALL
+    )
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(model.batch((0,))).backward()
+
+    assert len(optimizer._plan.buckets) > 2
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict()
+    saved = [optimizer.state_dict() if world.rank == 0 else None]
+    torch.distributed.broadcast_object_list(saved)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    backward()
+    if world.rank == 1:
+        real, calls = onecopy.local.step_without_hooks, itertools.count(1)
+
+        def breaks(inner: Any) -> Callable[[], Any]:
+            assert next(calls) <= buckets, "broken"
+            return real(inner)
+
+        with (
+            mock.patch.object(onecopy.local, "step_without_hooks", breaks),
+            pytest.raises(AssertionError, match="broken"),
+        ):
+            optimizer.step()
+        assert optimizer._condition.refusal is not None
+    else:
+        optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(saved[0]))
+    model.load_state_dict(weights)
+    for _ in range(10):
+        backward()
+        optimizer.step()
+    optimizer.assert_replicas_equal()
+
+
+@distributed(2)
+def test_a_flip_is_remembered_when_the_plan_changes(world: World) -> None:
+    training = Training(world, "drop-in frozen", check_every=6)
+    training.step()
+    name, param = next(
+        (name, param) for name, param in training.model.named_parameters() if param.requires_grad
+    )
+    if world.rank == 1:
+        param.data.view(torch.int32).flatten()[0] ^= 1 << 20
+    training.step()
+    training.model.norm.requires_grad_(True)
+    plan = training.optimizer._plan
+    training.step()
+    assert training.optimizer._plan is not plan
+    text = training.until_it_raises(3)
+    assert f"({name}) is not the same on all ranks" in text
+    assert "before step 1 to 6" in text
+
+
+@distributed(2)
+def test_state_of_a_class_that_does_not_step_by_bucket_is_watched(world: World) -> None:
+    training = Training(world, "drop-in", check_every=3)
+    for _ in range(6):
+        training.optimizer.zero_grad()
+        training.module(training.model.batch((world.rank,))).backward()
+        training.optimizer.step(lambda: 1.0)
+    tensors = dict(tensors_of_state(training.optimizer))
+    if world.rank == 0:
+        flip(tensors["exp_avg_sq"], random.Random(0))
+    for _ in range(2):
+        training.backward()
+        training.optimizer.step(lambda: 1.0)
+    training.backward()
+    with pytest.raises(RuntimeError, match="rank 0: exp_avg_sq, before step 7"):
+        training.optimizer.step(lambda: 1.0)
