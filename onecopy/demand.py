@@ -14,13 +14,13 @@ import torch
 
 from onecopy.gatherer import IN_FLIGHT as GATHERS_IN_FLIGHT
 from onecopy.gatherer import LENT as GATHERS_LENT
-from onecopy.gatherer import WORTH_ITS_OWN_MESSAGE
 from onecopy.kinds import Kind
 from onecopy.neighbours import worth_lending
 from onecopy.plan import Plan
 from onecopy.reducer import IN_FLIGHT as REDUCTIONS_IN_FLIGHT
 from onecopy.reducer import LENT as REDUCTIONS_LENT
 from onecopy.tally import equal_part, owned_ranges
+from onecopy.transfers import WORTH_ITS_OWN_MESSAGE
 
 
 @dataclass(frozen=True, slots=True)

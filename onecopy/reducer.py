@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
 from onecopy.plan import Plan
 from onecopy.transport import Pending, Transport, do_nothing
+from onecopy.verdict import Verdict
 from onecopy.words import plural
 
 IN_FLIGHT = 3
@@ -68,39 +69,6 @@ class _Flight:
 
 class GradientsDropped(RuntimeError):
     """A backward that raised on some rank was given up, on all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What the ranks say at the end of a backward: which parameters had a gradient, which buckets
-    need a second round, and which ranks have given it up."""
-
-    # One for each parameter, for each bucket, for each rank, and two for the number of backwards.
-    marks: torch.Tensor
-    params: int  # how many there were: more may have come since
-    buckets: int
-    pending: Pending
-
-    def read(self) -> _Said:
-        self.pending.wait()
-        most, least = self.marks[-2:].tolist()
-        said = self.marks[:-2].nonzero().flatten().tolist()
-        first_bucket, first_rank = self.params, self.params + self.buckets
-        return _Said(
-            present={mark for mark in said if mark < first_bucket},
-            again=[mark - first_bucket for mark in said if first_bucket <= mark < first_rank],
-            gave_up=[mark - first_rank for mark in said if mark >= first_rank],
-            equally_often=most + least == 100,
-        )
-
-
-class _Said(NamedTuple):
-    """What the ranks have said, all together."""
-
-    present: set[int]  # parameters
-    again: list[int]  # buckets
-    gave_up: list[int]  # ranks
-    equally_often: bool  # all have had the same number of backwards
 
 
 @dataclass(slots=True)
@@ -137,7 +105,7 @@ class Reducer:
         self._views: list[list[tuple[int, torch.Tensor]]] = []
         self._phase: _Phase | None = None
         self._flights: deque[_Flight] = deque()
-        self._verdict: _Verdict | None = None
+        self._verdict: Verdict | None = None
         self._late: dict[int, torch.Tensor] = {}
         self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
         self._present: set[int] = set()
@@ -258,18 +226,8 @@ class Reducer:
 
     def _say(self, present: Collection[int], late: Collection[int], gives_up: bool = False) -> None:
         """Tell the ranks how backward has ended on this one."""
-        params, buckets = len(self._params), len(self._lanes)
-        marked = [*present, *(params + number for number in late)]
-        if gives_up:
-            marked.append(params + buckets + self._transport.rank)
-        device = self._transport.control_device
-        length = params + buckets + self._transport.world_size + 2
-        marks = torch.zeros(length, dtype=torch.uint8, device=device)
-        # The greatest of both over all ranks add up to 100 only if the ranks have the same.
-        marks[-2:] = torch.tensor([self.backwards % 101, 100 - self.backwards % 101])
-        if marked:
-            marks[torch.tensor(sorted(marked), device=device)] = 1
-        self._verdict = _Verdict(marks, params, buckets, self._transport.maximum(marks))
+        counts = len(self._params), len(self._lanes), self.backwards
+        self._verdict = Verdict.ask(self._transport, *counts, present, late, gives_up)
 
     @torch.no_grad()
     def give_up(self) -> None:

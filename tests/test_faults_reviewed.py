@@ -122,7 +122,7 @@ LEAVES = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.gatherer import Transfer
+from onecopy.transfers import Transfer
 
 rank, port = map(int, sys.argv[1:])
 torch.set_num_threads(1)

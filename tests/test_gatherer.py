@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import onecopy.transport
-from onecopy import ZeroRedundancyOptimizer, gatherer
-from onecopy.gatherer import IN_FLIGHT, Transfer
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.gatherer import IN_FLIGHT
+from onecopy.transfers import WORTH_ITS_OWN_MESSAGE, Transfer
 
-LARGE = gatherer.WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
+LARGE = WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
 
 BUCKET_VIEW = pytest.mark.parametrize(
     "bucket_view", [False, True], ids=["own-storage", "bucket-view"]

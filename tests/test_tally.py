@@ -16,13 +16,14 @@ from test_plan import History, anything, histories
 import onecopy.tally
 from onecopy.buffers import FlatHomes
 from onecopy.demand import GatherStaging, ReduceStaging, Ways
-from onecopy.gatherer import WORTH_ITS_OWN_MESSAGE, Gatherer
+from onecopy.gatherer import Gatherer
 from onecopy.kinds import Kind
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Neighbourhood
 from onecopy.plan import ParamSpec, Plan, make_plan
 from onecopy.reducer import Reducer
 from onecopy.tally import imbalance, slot_elements, tally
+from onecopy.transfers import WORTH_ITS_OWN_MESSAGE
 from onecopy.transport import Transport
 
 

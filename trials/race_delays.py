@@ -24,7 +24,7 @@ from unittest import mock
 from onecopy.attachment import Attachment
 from onecopy.exchange import Exchange
 from onecopy.feeds import DDPFeed, ModuleFeed, _Switch
-from onecopy.gatherer import Borrowing, Gatherer, Lending, Transfer
+from onecopy.gatherer import Gatherer
 from onecopy.lanes import Lane
 from onecopy.lazy import LazyWaits
 from onecopy.lending import Borrowed, Inbox, Outbox, SharedMemory, _Box
@@ -32,6 +32,7 @@ from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.reducer import Reducer, _Flight
 from onecopy.semaphores import Semaphore
+from onecopy.transfers import Borrowing, Lending, Transfer
 from onecopy.transport import Pending, Transport
 
 COLLECTIVES = (Exchange, Gatherer, Lane, Pending, Reducer, Transfer, Transport, _Flight)
