@@ -35,6 +35,11 @@ def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
+def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The same; but a tensor with gaps is never cut, and comes as it is."""
+    return flat_range(tensor, start, stop) if is_dense(tensor) else tensor
+
+
 def in_layout_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, with its elements in the same storage order as those of ``param``.
 

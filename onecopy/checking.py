@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class Checks(Parts):
         self.wait()
         params = self._roster.params
         if self._sentry is not None:
-            self._sentry.inspect()
+            self._sentry.inspect_now()
         if params:
             prints = torch.stack([fingerprint(param).cpu() for param in params])
             self._require_equal(prints)
@@ -62,22 +63,28 @@ class Checks(Parts):
             return
         sentry.begin(self._steps, self._local, self._plan, self._roster.params)
         compares = self._steps % (self._check_every or 1) == 0
-        if compares or self._local.masters.are_behind():  # they are about to be changed, too
+        if compares:
             sentry.look_at_all()
+        if self._local.masters.are_behind():
+            sentry.look_at_all()
+            sentry.unseal()  # they will follow the parameters
         if compares and self._compared < self._steps:  # not again if the step is called again
             self._transport.add_to_note("comparing replicas")
             require_agreement(self._transport, "comparing the ranks", self._description())
             try:
                 self._require_equal(*sentry.history())
             except RuntimeError:
-                sentry.forget_looks()  # if the step is called again, it is still to be found
+                sentry.begin_history(is_all_well=False)
                 raise
+            sentry.begin_history(is_all_well=True)
             self._compared = self._steps
 
     def _finish_looking(self) -> None:
-        """A step has failed in the middle: others have looked at all buckets in it."""
+        """A step has failed in the middle."""
         if self._sentry is not None:
-            self._sentry.look_at_all()
+            # Memory that cannot be read has failed before: that is what the user has to know.
+            with contextlib.suppress(Exception):
+                self._sentry.finish()
             self._sentry.unseal()
 
     def _state_has_changed(self) -> None:

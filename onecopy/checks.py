@@ -39,7 +39,7 @@ def check_options(check_every: Any, master_dtype: Any) -> None:
         )
 
 
-_MOST_MIB = 2**40
+_MOST_MIB = 2**40  # an exbibyte
 
 
 def check_bucket_mb(bucket_mb: Any) -> None:

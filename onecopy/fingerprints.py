@@ -42,13 +42,14 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 class Checksums:
     """Those of the same tensors, again and again: what does not change is prepared once."""
 
+    @torch.inference_mode(False)
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._places = [tensor.data_ptr() for tensor in tensors]
+        self._places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
         devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
         # Where the others are, so that nothing is waited for.
         self._device = devices[0] if devices else torch.device("cpu")
-        self._cells = torch.zeros(len(self._tensors), dtype=torch.int64)
+        self._cells = torch.zeros(len(self._tensors), dtype=torch.int64, device="cpu")
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # words, and where the sum goes
         self._rests: list[tuple[int, torch.Tensor]] = []
         self._others: list[int] = []  # to be read the long way, by position
@@ -60,7 +61,10 @@ class Checksums:
                 self._prepare(index, tensor.detach(), cell)
         # Single elements, as `step`, are read in one go.
         self._numbers = [
-            (torch.tensor(indices), [self._tensors[index].detach() for index in indices])
+            (
+                torch.tensor(indices, device="cpu"),
+                [self._tensors[index].detach() for index in indices],
+            )
             for indices in numbers.values()
         ]
 
@@ -77,7 +81,7 @@ class Checksums:
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the same ones, where they were."""
         return len(tensors) == len(self._tensors) and all(
-            tensor is known and tensor.data_ptr() == place
+            tensor is known and (tensor.data_ptr(), tensor.shape) == place
             for tensor, known, place in zip(tensors, self._tensors, self._places, strict=True)
         )
 

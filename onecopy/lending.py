@@ -90,13 +90,15 @@ def _require_ours(path: str) -> None:
         raise OSError(f"{path} is not memory that was lent")
 
 
+@torch.inference_mode(False)  # here and below: it will be written to in other modes, too
 def _mapped(path: str, size: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
 
 
 class SharedMemory:
     """Memory of this process that neighbours can map. It starts with zeros."""
 
+    @torch.inference_mode(False)
     def __init__(self, numbytes: int, world_size: int) -> None:
         head = _head(world_size)
         self.fd, memory = anonymous_memory(head + max(numbytes, 1))
@@ -144,6 +146,7 @@ class SharedMemory:
 class Borrowed:
     """Memory of a neighbour, mapped."""
 
+    @torch.inference_mode(False)
     def __init__(self, memory: torch.Tensor, world_size: int) -> None:
         if len(memory) < _head(world_size):
             raise OSError("that memory is too small to have been lent")

@@ -35,13 +35,13 @@ def of_the_parameters(_: int) -> None:
 class Course(Protocol):
     """Who is told how a step goes."""
 
-    def comes(self, bucket: int) -> None:
+    def before(self, bucket: int) -> None:
         """Nothing of the bucket has changed yet."""
 
-    def changes(self) -> None:
+    def changing(self) -> None:
         """From here on, something has."""
 
-    def updated(self, bucket: int) -> None:
+    def after(self, bucket: int) -> None:
         """This rank's part of the bucket is up to date."""
 
 
@@ -272,10 +272,10 @@ class LocalOptimizer:
         is_plain = not kwargs and (closure is None or isinstance(closure, Replay))
         result = closure.loss if isinstance(closure, Replay) else None
         by_bucket = [i for i in self._inners.values() if is_plain and i.steps_by_bucket]
-        at_once = len(by_bucket) < len(self._inners)
-        if at_once:
+        some_step_at_once = len(by_bucket) < len(self._inners)
+        if some_step_at_once:
             for bucket in order:
-                course.comes(bucket)
+                course.before(bucket)
         for number, inner in enumerate(self._inners.values()):
             if inner in by_bucket:
                 continue
@@ -283,20 +283,20 @@ class LocalOptimizer:
             if closure is not None:
                 given["closure"] = closure.once() if isinstance(closure, Replay) else closure
             with self._bound(order, gradients), self._kept_in_place():
-                course.changes()
+                course.changing()
                 own = step_without_hooks(inner.optimizer)(**given)
             result = own if number == 0 else result
         for bucket in order:
-            if not at_once:
-                course.comes(bucket)
+            if not some_step_at_once:
+                course.before(bucket)
             portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
             if portions:
                 with self._bound([bucket], gradients), named(Phase.STEP, bucket):
-                    course.changes()
+                    course.changing()
                     for inner, params in portions:
                         with inner.narrowed(params):
                             step_without_hooks(inner.optimizer)()
-            course.updated(bucket)
+            course.after(bucket)
         return result
 
     def _portions(self) -> dict[int, list[Portion]]:

@@ -181,9 +181,11 @@ class Neighbourhood:
             ends = {rank: _ends_of([pid], stack) for rank, pid in self.pids.items()}
             while True:
                 found = [rank for rank, has_ended in ends.items() if has_ended()]
-                if found or not ends or time.monotonic() > until:
+                if found and until:
+                    until = 0.0  # those that ended with it are given another moment
+                elif found or not ends or time.monotonic() > until:
                     return found
-                time.sleep(0.01)
+                time.sleep(0.05)
 
     def forget(self) -> None:
         """Let go of what is no longer used; what is met again will be mapped again."""

@@ -226,8 +226,15 @@ class Reducer:
 
     def _say(self, present: Collection[int], late: Collection[int], gives_up: bool = False) -> None:
         """Tell the ranks how backward has ended on this one."""
-        counts = len(self._params), len(self._lanes), self.backwards
-        self._verdict = Verdict.ask(self._transport, *counts, present, late, gives_up)
+        self._verdict = Verdict.ask(
+            self._transport,
+            params=len(self._params),
+            buckets=len(self._lanes),
+            backwards=self.backwards,
+            present=present,
+            late=late,
+            gives_up=gives_up,
+        )
 
     @torch.no_grad()
     def give_up(self) -> None:

@@ -40,8 +40,8 @@ def require_equal(transport: Transport, mine: Evidence) -> None:
     high = [said[-1] if said else _LEAST for said in counters]
     suspected = [int(bool(said)) for said in mine.suspicions]
     least, greatest = transport.extremes(
-        torch.cat([prints, torch.tensor([*low, *[0] * count])]),
-        torch.cat([prints, torch.tensor([*high, *suspected])]),
+        torch.cat([prints, torch.tensor([*low, *[0] * count], device="cpu")]),
+        torch.cat([prints, torch.tensor([*high, *suspected], device="cpu")]),
     )
     wrong = (least < greatest).nonzero().flatten().tolist()
     if wrong:

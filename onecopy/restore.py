@@ -148,12 +148,12 @@ def _check_state(number: Any, state: Any, param: torch.Tensor, cuttable: bool) -
             )
 
 
-# In bytes. A rank copies the state that it owns: all of them refuse what would be too much for one.
-_MOST_EXPANDED = 1 << 30
+_MOST_EXPANDED = 1 << 30  # bytes
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether its elements share memory, and would need much if they did not."""
+    """Whether its elements share memory, and would need much if they did not. A rank copies the
+    state that it owns: all of them refuse what would be too much for one."""
     try:
         held = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # a subclass without memory of its own

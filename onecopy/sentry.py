@@ -18,12 +18,14 @@ written it: then it comes from the cache. Nothing here communicates, or waits fo
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.buffers import flat_range, is_dense
+from onecopy.buffers import part_of
 from onecopy.fingerprints import ODD, Checksums, checksum
 from onecopy.local import LocalOptimizer
 from onecopy.pieces import MASTER, OwnedPiece
@@ -51,9 +53,27 @@ def contents(local: LocalOptimizer, pieces: Sequence[OwnedPiece]) -> list[Conten
         if owned.has_master:
             found.append(Content(*place, MASTER, owned.tensor))
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                found.append(Content(*place, str(key), value))
+            if isinstance(value, torch.Tensor):
+                found += [Content(*place, name, memory) for name, memory in _in_memory(key, value)]
     return found
+
+
+def _in_memory(key: Any, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor, or those that it is made of, as quantized state is."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _in_memory(f"{key}.{name}", getattr(tensor, name))
+    elif tensor.layout is torch.strided and _has_memory(tensor):
+        yield str(key), tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not a subclass that keeps its elements where only it knows."""
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def counters(local: LocalOptimizer, params: int) -> list[list[str]]:
@@ -81,10 +101,15 @@ def _states(
 
 
 class Sentry:
-    """Looks at what an optimizer holds, bucket by bucket, before it is updated and afterwards."""
+    """Looks at what an optimizer holds, bucket by bucket, before it is updated and afterwards.
+
+    A look that is followed by the update counts: it goes into the history. If a step is refused and
+    tried again, it is looked at again, and the first look is forgotten.
+    """
 
     def __init__(self) -> None:
         self._step = 0
+        self._attempt = 0  # at any step
         self._plan: Plan | None = None
         self._params: Sequence[torch.Tensor] = ()
         self._guards: list[_Guard] = []  # by bucket
@@ -100,70 +125,78 @@ class Sentry:
         self, step: int, local: LocalOptimizer, plan: Plan, params: Sequence[torch.Tensor]
     ) -> None:
         """A step begins, with this plan."""
-        self._since = self._since or step
         self._step = step
-        if plan is not self._plan:
-            self._past = self._histories()
+        self._attempt += 1
+        if plan is not self._plan and plan != self._plan:
+            for guard in self._guards:  # no piece has moved: what was sealed can still be compared
+                guard.inspect(step)
             self.unseal()
-            self._plan = plan
+            self._past = self._histories()
             buckets = range(len(plan.buckets))
             self._guards = [_Guard(local, plan, params, bucket) for bucket in buckets]
-        self._params = params
+        self._plan, self._params = plan, params
 
     def look(self, bucket: int) -> None:
-        """A bucket is about to be updated. Once for each step, however often that is tried: so the
-        histories of the ranks stay level."""
-        guard = self._guards[bucket]
-        if guard.looked_before < self._step:
-            guard.looked_before = self._step
-            guard.take_in()
-            guard.inspect(self._step)
+        """A bucket is about to be updated."""
+        self._guards[bucket].look(self._step, self._attempt)
 
     def look_at_all(self) -> None:
-        """The step will change more than the bucket that comes, or nothing any more."""
-        for bucket in range(len(self._guards)):
-            self.look(bucket)
-
-    def forget_looks(self) -> None:
-        """What was seen before this step has been told: if it is tried again, look again."""
+        """All buckets are, or the step has failed, and none will be."""
         for guard in self._guards:
-            guard.looked_before = 0
+            guard.look(self._step, self._attempt)
 
     def seal(self, bucket: int) -> None:
         """A bucket has been updated: until the next step nobody touches its state."""
+        self._count_look(self._guards[bucket])
         self._guards[bucket].seal(self._suspicions)
+
+    def finish(self) -> None:
+        """The step has failed in the middle. Other ranks have looked at every bucket in it: so does
+        this one, or its history would be another."""
+        self.look_at_all()
+        for guard in self._guards:
+            self._count_look(guard)
+
+    def _count_look(self, guard: _Guard) -> None:
+        if guard.count_look(self._step):
+            self._since = self._since or self._step
 
     def unseal(self) -> None:
         """The state has been changed, as it should be."""
         for guard in self._guards:
             guard.unseal(self._suspicions)
 
-    def inspect(self) -> None:
+    def inspect_now(self) -> None:
         """Between two steps somebody asks: is the state what it was?"""
         for guard in self._guards:
             guard.inspect(self._step + 1)
 
     def history(self) -> tuple[torch.Tensor, str]:
         """What each parameter was before the steps up to this one, before which all were looked
-        at, and which steps those are; a new history begins."""
+        at, and which steps those are."""
         assert self._plan is not None
         found = self._histories()
         # Nothing heals or spreads what is not trained: it is as wrong now as it ever was.
         frozen = [i for i in range(len(self._params)) if i not in self._plan.params]
         for index in frozen:
             found[index] += checksum(self._params[index]).cpu()
-        when = f"{self._since}" if self._since == self._step else f"{self._since} to {self._step}"
-        self._past, self._since = None, 0
-        for guard in self._guards:
-            guard.history.zero_()
+        since = self._since or self._step
+        when = f"{since}" if since == self._step else f"{since} to {self._step}"
         return found, f" (looked at before step {when})"
 
+    def begin_history(self, is_all_well: bool) -> None:
+        """The history was compared. If all is not well, the step will be refused, and the looks
+        before it were the last ones that anybody hears of."""
+        self._past, self._since = None, 0
+        for guard in self._guards:
+            guard.begin_history(self._step if is_all_well else 0)
+
     def _histories(self) -> torch.Tensor:
-        found = torch.zeros(len(self._params), dtype=torch.int64)
+        found = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
         if self._past is not None:  # parameters are only ever added
             found[: len(self._past)] = self._past * ODD
         for guard in self._guards:
-            found.index_add_(0, guard.of, guard.history.cpu())
+            found.index_add_(0, guard.params, guard.history_with_look().cpu())
         return found
 
     def suspicions(self, params: int) -> list[str]:
@@ -181,34 +214,60 @@ class _Guard:
         self, local: LocalOptimizer, plan: Plan, params: Sequence[torch.Tensor], bucket: int
     ) -> None:
         self._local, self._bucket = local, bucket
-        self._segments = [(params[s.param], s.start, s.stop) for s in plan.segments(bucket)]
-        self.of = torch.tensor([s.param for s in plan.segments(bucket)], dtype=torch.int64)
-        self.history = torch.zeros(len(self._segments), dtype=torch.int64)
-        self.looked_before = 0  # a step
+        segments = list(plan.segments(bucket))
+        self._segments = [(params[s.param], s.start, s.stop) for s in segments]
+        self.params = torch.tensor([s.param for s in segments], dtype=torch.int64, device="cpu")
+        self._history: torch.Tensor | None = None  # by segment
+        self._seen: torch.Tensor | None = None  # in a look that does not count yet
+        self._looked_in = 0  # an attempt at a step
+        self._counted = 0  # the step before which a look counted, last
         self._places: list[int] = []  # of the parameters in memory
-        self._reading: Checksums | None = None  # of the segments
+        self._checksums = Checksums([])  # of the segments
         self._labels: list[tuple[int, int, str]] = []
-        self._state = Checksums([])
+        self._steady: Checksums | None = None  # of the state, if it stays where it is
+        self._last: list[weakref.ref[torch.Tensor]] = []  # the state, as it was sealed
         self._sealed: torch.Tensor | None = None  # checksums, by label
         self._changed_at: torch.Tensor | None = None  # the first step before which one had changed
 
-    def take_in(self) -> None:
-        """The parameters as they are."""
+    # ------------------------------------------------------------------ parameters, and all
+
+    def look(self, step: int, attempt: int) -> None:
+        if self._counted < step and self._looked_in < attempt:
+            self._looked_in = attempt
+            self._seen = self._look_at_parameters()
+            self.inspect(step)
+
+    def _look_at_parameters(self) -> torch.Tensor:
         places = [param.data_ptr() for param, _, _ in self._segments]
-        if self._reading is None or places != self._places:
+        if places != self._places:
             self._places = places
-            self._reading = Checksums([_part(*segment) for segment in self._segments])
-        seen = self._reading.now()
-        self.history = self.history.to(seen.device) * ODD + seen
+            self._checksums = Checksums([part_of(p.detach(), i, j) for p, i, j in self._segments])
+        return self._checksums.now()
+
+    def history_with_look(self) -> torch.Tensor:
+        """The history, and the look at the parameters that does not count yet."""
+        history = self._history
+        if history is None:
+            history = torch.zeros_like(self.params)
+        if self._seen is None:
+            return history
+        return history.to(self._seen.device) * ODD + self._seen
+
+    def count_look(self, step: int) -> bool:
+        """The bucket has been updated: there will be no other look before this step. Whether there
+        was one that had not been counted."""
+        if self._seen is None:
+            return False
+        self._history, self._seen, self._counted = self.history_with_look(), None, step
+        return True
+
+    def begin_history(self, counted: int) -> None:
+        self._history, self._seen, self._counted = None, None, counted
+
+    # ------------------------------------------------------------------ state
 
     def _contents(self) -> list[Content]:
         return contents(self._local, self._local.pieces_in(self._bucket))
-
-    def _now(self, state: Sequence[Content]) -> torch.Tensor:
-        tensors = [content.tensor for content in state]
-        if not self._state.are_of(tensors):
-            self._state = Checksums(tensors)
-        return self._state.now()
 
     def seal(self, suspicions: dict[int, str]) -> None:
         state = self._contents()
@@ -216,20 +275,33 @@ class _Guard:
         if labels != self._labels or self._sealed is None:
             self.settle(suspicions)
             self._labels = labels
-        self._sealed = self._now(state)
+        tensors = [content.tensor for content in state]
+        if self._steady is None or not self._steady.are_of(tensors):
+            # What a class makes anew in every step is not held on to: it would be there twice.
+            same = [ref() for ref in self._last]
+            is_steady = len(same) == len(tensors) and all(map(operator.is_, same, tensors))
+            self._last = list(map(weakref.ref, tensors))
+            self._steady = Checksums(tensors) if is_steady else None
+        self._sealed = self._now(tensors)
+
+    def _now(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self._steady is not None and self._steady.are_of(tensors):
+            return self._steady.now()
+        return Checksums(tensors).now()
 
     def unseal(self, suspicions: dict[int, str]) -> None:
         self.settle(suspicions)
-        self._sealed = None
+        self._sealed = self._steady = None
 
     def inspect(self, step: int) -> None:
+        """Is the state what it was when it was sealed?"""
         if self._sealed is None or not len(self._sealed):
             return
         state = self._contents()
         if self._labels != [content.label for content in state]:
             self._sealed = None  # state was taken away or added by hand
             return
-        now = self._now(state)
+        now = self._now([content.tensor for content in state])
         if now.device.type == "cpu" and torch.equal(now, self._sealed):
             return  # elsewhere the answer would have to be waited for
         changed = now.to(self._sealed.device) != self._sealed
@@ -246,8 +318,3 @@ class _Guard:
                     param, _, key = label
                     suspicions.setdefault(param, f"{key}, before step {step}")
         self._changed_at = None
-
-
-def _part(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    memory = param.detach()
-    return flat_range(memory, start, stop) if is_dense(memory) else memory

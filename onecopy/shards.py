@@ -230,14 +230,14 @@ class _Course(NamedTuple):
     condition: Condition
     sentry: Sentry | None
 
-    def comes(self, bucket: int) -> None:
+    def before(self, bucket: int) -> None:
         if self.sentry is not None:
             self.sentry.look(bucket)
 
-    def changes(self) -> None:
+    def changing(self) -> None:
         self.condition.changes()
 
-    def updated(self, bucket: int) -> None:
+    def after(self, bucket: int) -> None:
         if self.sentry is not None:
             self.sentry.seal(bucket)  # while its state is in the cache
         self.send(bucket)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from onecopy.buffers import Copies, FlatHomes, flat_range, is_dense
+from onecopy.buffers import Copies, FlatHomes, flat_range, part_of
 from onecopy.kinds import Kind
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Loan
@@ -128,8 +128,7 @@ class Site:
 
     def view(self, piece: Piece) -> torch.Tensor:
         """A piece where it is: a run of memory, or a tensor with gaps."""
-        memory = self.memory[piece.param]
-        return flat_range(memory, piece.start, piece.stop) if is_dense(memory) else memory
+        return part_of(self.memory[piece.param], piece.start, piece.stop)
 
     def at_home(self, start: int, stop: int) -> torch.Tensor | None:
         """[start, stop) of the bucket, if its parameters live in one flat storage."""

@@ -10,7 +10,7 @@ import torch
 
 from onecopy.transport import Pending, Transport
 
-# Backwards are counted modulo this, in one byte: nobody is that far behind.
+# Backwards are counted modulo this, so that a byte will do: no rank is that far behind another.
 _CYCLE = 101
 
 
@@ -37,6 +37,7 @@ class Verdict:
     def ask(
         cls,
         transport: Transport,
+        *,
         params: int,
         buckets: int,
         backwards: int,

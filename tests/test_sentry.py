@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from models import Mlp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+import onecopy
 import onecopy.local
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.fingerprints import CHUNK, Checksums, checksum, fingerprint
@@ -383,6 +386,164 @@ def test_a_flip_is_remembered_when_the_plan_changes(world: World) -> None:
     text = training.until_it_raises(3)
     assert f"({name}) is not the same on all ranks" in text
     assert "before step 1 to 6" in text
+
+
+@distributed(2)
+def test_state_that_flips_before_the_plan_changes_is_found(world: World) -> None:
+    training = Training(world, "drop-in frozen", check_every=3)
+    training.step()
+    if world.rank == 0:
+        flip(dict(tensors_of_state(training.optimizer))["exp_avg"], random.Random(0))
+    training.model.norm.requires_grad_(True)
+    assert "rank 0: exp_avg, before step 2" in training.until_it_raises(3)
+
+
+@distributed(2)
+def test_a_step_that_was_refused_on_all_ranks_is_looked_at_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if only one of them had looked: the one whose master copies were to follow."""
+    monkeypatch.setenv("ONECOPY_CHECK", "step")
+    narrow = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    wide = torch.nn.Parameter(torch.ones(50))
+    optimizer = ZeroRedundancyOptimizer(
+        [narrow, wide],
+        AdamW,
+        lr=0.01,
+        check_every=4,
+        master_dtype=torch.float32,
+        partition="whole",
+        **SMALL,
+    )
+
+    def step() -> None:
+        narrow.grad = torch.ones_like(narrow)
+        wide.grad = torch.ones_like(wide)
+        optimizer.step()
+
+    def clamp(most: float) -> None:
+        with torch.no_grad():
+            narrow.clamp_(-1, most)
+            wide.clamp_(-1, most)
+
+    step()
+    clamp(0.5)
+    if world.rank == 1:
+        wide.requires_grad_(False)
+    with pytest.raises(onecopy.RanksDisagree):
+        step()
+    wide.requires_grad_(True)
+    clamp(0.25)
+    for _ in range(5):
+        step()
+    optimizer.assert_replicas_equal()
+
+
+@distributed(2)
+def test_state_that_is_gone_is_not_kept_in_memory(world: World) -> None:
+    training = Training(world, "drop-in", check_every=100)
+    training.step(3)
+    before = [weakref.ref(tensor) for _, tensor in tensors_of_state(training.optimizer)]
+    training.optimizer.state = {}
+    assert before
+    assert not any(ref() is not None for ref in before)
+
+
+class MakesItAnew(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        before = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                before.append(weakref.ref(state.setdefault("m", torch.zeros_like(param))))
+                state["m"] = 0.9 * state["m"] + param.grad
+                param.sub_(group["lr"] * state["m"])
+        assert not any(ref() is not None for ref in before)
+
+
+@distributed(2)
+def test_state_that_a_class_makes_anew_is_there_once(world: World) -> None:
+    model = Mlp()
+    options = {"lr": 0.01, "check_every": 3, **SMALL}
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), MakesItAnew, **options)
+    for _ in range(7):
+        optimizer.zero_grad()
+        model(model.batch((world.rank,))).backward()
+        for param in model.parameters():
+            torch.distributed.all_reduce(param.grad)
+        optimizer.step()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose elements are elsewhere, as quantized ones are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class KeepsWrapped(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("m", Wrapped(torch.zeros_like(param))).inner.add_(param.grad)
+                param.sub_(group["lr"] * state["m"].inner)
+
+
+@distributed(2)
+def test_state_in_a_tensor_subclass_is_watched_where_its_elements_are(world: World) -> None:
+    model = Mlp()
+    options = {"lr": 0.01, "check_every": 3, "partition": "whole", **SMALL}
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), KeepsWrapped, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(model.batch((0,))).backward()
+        optimizer.step()
+
+    step()
+    if world.rank == 1:
+        flip(next(iter(optimizer.state.values()))["m"].inner, random.Random(0))
+    step()
+    with pytest.raises(RuntimeError, match=r"rank 1: m\.inner, before step 2"):
+        step()
+
+
+@distributed(2)
+@pytest.mark.parametrize("check_every", [None, 2])
+def test_steps_in_inference_mode_and_with_another_default_device_do_not_disturb_later_ones(
+    world: World, check_every: int | None
+) -> None:
+    model = Mlp()
+    options = {"lr": 0.01, "check_every": check_every, **SMALL}
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), SGD, **options)
+    for mode in (torch.inference_mode(), torch.device("meta"), contextlib.nullcontext()) * 2:
+        optimizer.zero_grad()
+        model(model.batch((0,))).backward()
+        with mode:
+            optimizer.step()
+    optimizer.assert_replicas_equal()
 
 
 @distributed(2)
