@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.gatherer import IN_FLIGHT as GATHERS_IN_FLIGHT
+from onecopy.gatherer import LEFT_IN_FLIGHT
 from onecopy.gatherer import LENT as GATHERS_LENT
 from onecopy.kinds import Kind
 from onecopy.neighbours import worth_lending
@@ -42,7 +43,7 @@ class GatherStaging:
         self._lent: dict[_Key, _Buffer] = {}
         if plan.world_size == 1:
             return
-        together = len(plan.buckets) if ways.lazily else 0
+        together = min(len(plan.buckets), LEFT_IN_FLIGHT) if ways.lazily else 0
         for turn, bucket in enumerate(plan.buckets):
             stream = plan.streams[bucket.stream]
             key = (turn % max(GATHERS_IN_FLIGHT, together), stream.device, stream.dtype)

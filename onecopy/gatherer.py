@@ -14,6 +14,9 @@ from onecopy.transfers import Journey, Lending, Site, Transfer, packed, route_of
 from onecopy.transport import Transport
 
 IN_FLIGHT = 3
+# Left to others, at most. What neighbours read is a file for each, of which a process may have so
+# many; and a letter for each, which may lie unread for long.
+LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
 # that is ahead of them can go on.
 LENT = IN_FLIGHT + 1
@@ -36,6 +39,7 @@ class Gatherer:
         self._staging = Staging(IN_FLIGHT)
         self._lent = Staging(LENT)
         self._is_lazy = False
+        self._most = IN_FLIGHT
         self.order: Sequence[int] = ()  # in which the buckets are to be started
 
     def prepare(
@@ -44,8 +48,9 @@ class Gatherer:
         """Decide how each bucket travels. To be repeated when the plan or a storage changes.
 
         ``lazy``: leave the waiting to who uses the parameters. Then all buckets may be under way
-        together, so none shares its staging; and they leave in the order in which the next forward
-        wants them, which is the reverse of that in which backward completes them.
+        together, so none shares its staging, unless there are very many; and they leave in the
+        order in which the next forward wants them, the reverse of that in which backward completes
+        them.
         """
         self.wait()
         self._is_lazy = lazy
@@ -59,8 +64,9 @@ class Gatherer:
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
         self._transport.neighbours.forget()
-        together = len(buckets) if lazy else 0
-        staging = self._staging = Staging(max(IN_FLIGHT, together))
+        together = min(len(buckets), LEFT_IN_FLIGHT) if lazy else 0
+        self._most = max(IN_FLIGHT, together)
+        staging = self._staging = Staging(self._most)
         lent = self._lent = Staging(max(LENT, together), self._transport.memory_to_lend)
         routes = [route_of(Site(self._transport, homes, plan, memory, b)) for b in buckets]
         for turn, route in enumerate(routes):
@@ -85,7 +91,7 @@ class Gatherer:
         if self._transport.world_size == 1:
             return
         transfer = self._prepared()[bucket]
-        if not self._is_lazy and len(self._launched) == IN_FLIGHT:
+        if len(self._launched) == self._most:
             self.wait([next(iter(self._launched))])
         with torch.no_grad(), self._transport.ledger.launching(Phase.GATHER, bucket):
             self._launched[bucket] = transfer.start(self._transport)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.gatherer import LEFT_IN_FLIGHT
 from onecopy.transport import Pending, Transport
 
 LAZY = {"lazy_gather": True}
@@ -255,3 +256,22 @@ def test_groups_that_are_added_are_awaited_too(world: World) -> None:
     model(model.batch((1, 1)))
     assert not optimizer._shards.gatherer._launched
     optimizer.assert_replicas_equal()
+
+
+@distributed(2, pg_timeout=30)
+def test_more_buckets_than_can_be_under_way_are_no_hindrance(world: World) -> None:
+    """Nor is a rank that has finished its step and waits elsewhere, when another has just begun."""
+    count = 4 * LEFT_IN_FLIGHT + 100
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0, bucket_mb=16 / 2**20)
+    optimizer.attach(model, lazy_gather=True)
+    assert len(optimizer._plan.buckets) >= count
+    before = [param.detach().clone() for param in model.parameters()]
+    loss = torch.stack([layer(torch.full((1, 2), world.rank + 1.0)).sum() for layer in model]).sum()
+    loss.backward()
+    time.sleep(world.rank)
+    optimizer.step()
+    torch.distributed.barrier()
+    optimizer.wait()
+    for old, param in zip(before, model.parameters(), strict=True):
+        assert torch.equal(param.detach(), old - 1.5)
