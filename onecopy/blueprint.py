@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from onecopy.kinds import step_without_hooks
+from onecopy.kinds import class_name, step_without_hooks
+from onecopy.words import shown
 
 _TOY_SHAPE = (2, 3)
 _SMALL = 4
@@ -68,8 +69,17 @@ class Maker:
             stand_in.grad = torch.zeros_like(stand_in)
             if isinstance(optimizer, torch.optim.SparseAdam):
                 stand_in.grad = torch.ones_like(stand_in).to_sparse()
-            step_without_hooks(optimizer)()
+            self._try_step(optimizer)
         return dict(optimizer.state.get(stand_in, {}))
+
+    def _try_step(self, optimizer: Optimizer) -> None:
+        try:
+            step_without_hooks(optimizer)()
+        except Exception as error:
+            raise ValueError(
+                f"{class_name(self.optimizer_class)} cannot take a step with the options that it "
+                f"has: {shown(error, longest=200)}"
+            ) from error
 
     @property
     def _starts(self) -> Mapping[str, Any]:

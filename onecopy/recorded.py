@@ -177,10 +177,10 @@ def _read(file: Path) -> Trace:
 def _understood(content: Mapping[str, Any]) -> Trace:
     facts = content["onecopy"]
     timeline = Timeline.of(content["traceEvents"]).of_steps()
-    memory = {str(name): int(count) for name, count in facts["memory"].items()}
+    memory = {str(name): _counted(count) for name, count in facts["memory"].items()}
     return Trace(
-        rank=int(facts["rank"]),
-        world_size=int(facts["world_size"]),
+        rank=_counted(facts["rank"]),
+        world_size=_counted(facts["world_size"]),
         is_attached=bool(facts["is_attached"]),
         classes=tuple(map(str, facts["classes"])),
         backend=str((content.get("distributedInfo") or {}).get("backend", "")),
@@ -198,10 +198,18 @@ def _stats(found: Mapping[str, Any]) -> BucketStats:
         raise ValueError(phase)
     return BucketStats(
         phase,
-        int(found["bucket"]),
-        int(found["times"]),
-        int(found["messages"]),
-        int(found["bytes"]),
+        _counted(found["bucket"]),
+        _counted(found["times"]),
+        _counted(found["messages"]),
+        _counted(found["bytes"]),
         measured(found["exposed"]),
         measured(found["hidden"]),
     )
+
+
+def _counted(value: Any) -> int:
+    """A number of bytes, messages or ranks. ValueError if nobody can have counted so far."""
+    number = int(value)
+    if not abs(number) < 1 << 63:
+        raise ValueError(value)
+    return number

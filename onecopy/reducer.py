@@ -75,7 +75,9 @@ class GradientsDropped(RuntimeError):
 class _Phase:
     """One backward: what has arrived, and how far the buckets have come."""
 
-    missing: list[int]  # parameters whose gradients each bucket waits for
+    missing: list[int]  # how many gradients each bucket waits for
+    frozen: set[int]  # parameters that no bucket waits for
+    taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
     arrived: set[int] = field(default_factory=set)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     next: int = 0  # the first bucket that has not left
@@ -186,7 +188,7 @@ class Reducer:
         self.backwards += 1
         trainable = list(map(attrgetter("requires_grad"), self._params))
         frozen = {index for index in self._lanes_of if not trainable[index]}
-        self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes])
+        self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes], frozen)
 
     def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
         """The gradient of a parameter is there: given, or in ``param.grad``.
@@ -201,6 +203,8 @@ class Reducer:
         phase.arrived.add(index)
         if grad is not None:
             phase.held[index] = self._laid_out(index, grad)
+        if index in phase.frozen:
+            return  # a DDP that was made when it was trained still delivers it
         missing = phase.missing
         for number in self._lanes_of[index]:
             missing[number] -= 1
@@ -221,6 +225,7 @@ class Reducer:
             present = phase.arrived
             self._late = self._leftovers()
             present |= self._late.keys()
+        present |= phase.taken
         self._phase = None
         self._say(present, {number for index in self._late for number in self._lanes_of[index]})
 
@@ -288,6 +293,7 @@ class Reducer:
                 grad = phase.held[index] = self._laid_out(index, param.grad)
                 param.grad = None
                 phase.arrived.add(index)
+                phase.taken.add(index)
             if grad is not None:
                 found[index] = grad
         self._launch(lane, found)

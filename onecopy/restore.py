@@ -186,7 +186,7 @@ def in_outline(
                 numbers = ", ".join(f"{number:.9g}" for number in _sample(value))
                 lines.append(f"{name}: loaded {key} of shape {tuple(value.shape)}: {numbers}")
             elif isinstance(value, (bool, int, float)):
-                lines.append(f"{name}: loaded {key} = {value}")
+                lines.append(f"{name}: loaded {key} = {shown(value)}")
     return lines
 
 

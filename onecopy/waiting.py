@@ -26,13 +26,22 @@ class _Errand:
 
     def run(self) -> None:
         try:
-            for work in self.works:
-                work.wait()
+            _wait_for(self.works)
         except BaseException as error:
             self.error = error
         finally:
             self.works = ()  # nobody holds on to the memory that was sent
             self.lock.release()
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    """A function of its own, so that the waiter holds none of them when the main thread goes on.
+
+    Why: the end of a work releases the interpreter for a moment. If the process ends in that
+    moment, the thread cannot come back, and the process aborts.
+    """
+    for work in works:
+        work.wait()
 
 
 class _Waiter:
@@ -64,8 +73,7 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
     if not works:
         return
     if threading.current_thread() is not threading.main_thread():
-        for work in works:
-            work.wait()
+        _wait_for(works)
         return
     waiter = _idle.pop() if _idle else _Waiter()
     errand = waiter.send(works)

@@ -27,7 +27,7 @@ import os
 import resource
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def judge(error: BaseException, *, class_may_refuse: bool) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     innermost = frames[-1]
     shown = f"{type(error).__name__}: {error}\n  at {innermost.filename}:{innermost.lineno}"
-    is_of_class = innermost.filename.startswith(OF_THE_CLASS) or innermost.name == "construct"
+    is_of_class = _was_called(OF_THE_CLASS, frames) or innermost.name == "construct"
     if class_may_refuse and is_of_class:
         return  # the class itself, a call that it does not take, or the caller's own code
     if not isinstance(error, DOCUMENTED) or _is_accident(error):
@@ -175,6 +175,13 @@ def judge(error: BaseException, *, class_may_refuse: bool) -> None:
     if isinstance(error.__cause__, Exception) and type(error) is RuntimeError:
         # Carried from another rank or thread.
         judge(error.__cause__, class_may_refuse=class_may_refuse)
+
+
+def _was_called(directories: tuple[str, ...], frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether code in these directories was, by the package: itself, or on the way to the error."""
+    ours = [at for at, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)]
+    below = frames[ours[-1] + 1 :] if ours else frames[-1:]
+    return any(frame.filename.startswith(directories) for frame in below)
 
 
 def _is_accident(error: BaseException) -> bool:

@@ -6,12 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from attached import EVERY_FEED
 from harness import World, distributed
 from models import Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
 
@@ -100,3 +101,46 @@ def test_unfrozen_before_a_load_that_changes_the_plan(
     job.optimizer.load(tmp_path, job.model)
     job.step()
     job.optimizer.assert_replicas_equal()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("always", [0, 1, 2])
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_one_is_frozen_and_another_unfrozen_under_the_same_ddp(
+    world: World, always: int, is_swapped: bool
+) -> None:
+    """DDP still delivers what was frozen since, and does not know what was unfrozen: a bucket that
+    holds both must wait for the latter."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
+    assert len(optimizer._plan.buckets) == 1
+    first, later = [number for number in range(3) if number != always][:: -1 if is_swapped else 1]
+
+    def train(*layers: int) -> None:
+        for number, layer in enumerate(model):
+            layer.weight.requires_grad_(number in layers)
+
+    def step() -> None:
+        before = [layer.weight.detach().clone() for layer in model]
+        inputs = torch.full((1, 3), world.rank + 1.0)
+        weights = [layer.weight for layer in model if layer.weight.requires_grad]
+        gradients = torch.autograd.grad(model(inputs).sum(), weights)
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient.div_(world.size))
+        ddp(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged = dict(zip(weights, gradients, strict=True))
+        for layer, old in zip(model, before, strict=True):
+            expected = old - averaged.get(layer.weight, torch.zeros(3, 3))
+            assert torch.allclose(layer.weight.detach(), expected, rtol=1e-5, atol=1e-5)
+
+    train(always, first)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer.attach(ddp)
+    step()
+    train(always, later)
+    step()
+    train(always, first, later)
+    step()

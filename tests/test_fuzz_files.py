@@ -51,8 +51,7 @@ def cut_to(length: Callable[[int], int]) -> Damage:
 
 def rewritten(change: Callable[[bytes, random.Random], bytes]) -> Damage:
     def damage(file: Path, _: Path, chance: random.Random) -> None:
-        if file.stat().st_size < HUGE:  # else it is damaged enough, and too much to read
-            file.write_bytes(change(file.read_bytes(), chance))
+        file.write_bytes(change(file.read_bytes(), chance))
 
     return damage
 
@@ -282,7 +281,7 @@ def outline(tree: Any) -> Any:
         return str(tree.dtype), tuple(tree.shape)
     if isinstance(tree, dict):
         return {key: outline(value) for key, value in tree.items() if key != "params"}
-    return type(tree)
+    return float if type(tree) is int else type(tree)  # an option may be 0 or 0.0
 
 
 def outline_of(opt: ZeroRedundancyOptimizer) -> Any:
@@ -290,7 +289,8 @@ def outline_of(opt: ZeroRedundancyOptimizer) -> Any:
 
 
 def is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    """Not a pipe, for which one would wait, and not too much to be read."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size < HUGE
 
 
 def loaded(directory: Path) -> Any:
@@ -344,7 +344,8 @@ def test_fuzz_load(tally: Tally, saved: Path, data: st.DataObject) -> None:  # n
     directory, other = copied(saved / form / "mine"), saved / form / "other"
     for name in names:
         files = sorted(path for path in directory.iterdir() if is_plain(path))
-        if files and is_plain(directory / METADATA):  # a pipe in its place would be waited for
+        index = directory / METADATA  # which several of them write
+        if files and (is_plain(index) or not index.exists()):
             with contextlib.suppress(OSError, ValueError, pickle.UnpicklingError, EOFError):
                 DAMAGES[name](chance.choice(files), other, chance)
     is_known = form.startswith("ours") or not {*names} - {*CUTS, "missing", "longer"}

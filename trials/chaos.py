@@ -181,7 +181,7 @@ class Job:
     def _judge_survivor(self, life: Life, lost: int) -> None:
         """Nobody has ended it: it has noticed, and says who is gone."""
         error = life.errors.get(1 - lost, "")
-        names = rf"\brank {lost} did not arrive|from rank {lost}\b|\bof the ranks \[{lost}\]"
+        names = rf"\brank {lost} (did not arrive|ended)|from rank {lost}\b|of the ranks \[{lost}\]"
         if not re.search(names, error):
             self._fault(f"{life.name}: the other machine does not name rank {lost}:\n{error}")
 
