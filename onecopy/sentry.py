@@ -127,6 +127,8 @@ class Sentry:
         """A step begins, with this plan."""
         self._step = step
         self._attempt += 1
+        for guard in self._guards:
+            guard.forget_look()
         if plan is not self._plan and plan != self._plan:
             for guard in self._guards:  # no piece has moved: what was sealed can still be compared
                 guard.inspect(step)
@@ -260,6 +262,10 @@ class _Guard:
             return False
         self._history, self._seen, self._counted = self.history_with_look(), None, step
         return True
+
+    def forget_look(self) -> None:
+        """The step that it was before was refused, and other ranks may not have looked."""
+        self._seen = None
 
     def begin_history(self, counted: int) -> None:
         self._history, self._seen, self._counted = None, None, counted
