@@ -133,8 +133,9 @@ class Attachment:
         if local:
             raise RuntimeError(
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
-                "backwards since the last step were inside no_sync(), or reached none of the "
-                "parameters that DDP was built with. Do the last one outside of it, or wrap anew"
+                "backwards since the last step were inside no_sync(): do the last one outside of "
+                "it. Or none of the parameters that DDP was built with is trained any more: wrap "
+                "the module anew"
             )
 
     def judge(self) -> None:

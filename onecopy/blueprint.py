@@ -75,6 +75,8 @@ class Maker:
     def _try_step(self, optimizer: Optimizer) -> None:
         try:
             step_without_hooks(optimizer)()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise ValueError(
                 f"{class_name(self.optimizer_class)} cannot take a step with the options that it "

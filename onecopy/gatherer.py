@@ -14,8 +14,8 @@ from onecopy.transfers import Journey, Lending, Site, Transfer, packed, route_of
 from onecopy.transport import Transport
 
 IN_FLIGHT = 3
-# Left to others, at most. What neighbours read is a file for each, of which a process may have so
-# many; and a letter for each, which may lie unread for long.
+# At most, if the waiting is left to others. Each is a file that neighbours read, and often 1024
+# may be open; and a letter to each of them, of which a box holds as many.
 LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
 # that is ahead of them can go on.
@@ -91,8 +91,10 @@ class Gatherer:
         if self._transport.world_size == 1:
             return
         transfer = self._prepared()[bucket]
-        if len(self._launched) == self._most:
-            self.wait([next(iter(self._launched))])
+        turn = bucket % self._most
+        # Those that pass through the same memory; if none was waited for before its turn, the
+        # first of as many as may be under way.
+        self.wait([other for other in self._launched if other % self._most == turn])
         with torch.no_grad(), self._transport.ledger.launching(Phase.GATHER, bucket):
             self._launched[bucket] = transfer.start(self._transport)
 

@@ -179,7 +179,7 @@ def _tickets(memory: torch.Tensor, world_size: int) -> torch.Tensor:
 # -------------------------------------------------------------------------- letters
 
 _LETTER = struct.Struct("6q")  # a tag and an address
-_LETTERS = 1024  # in a box: more than there are buckets under way
+_LETTERS = 1024  # in a box: more than the buckets of a few optimizers that are under way
 _BOX = 2 * SEMAPHORE + _LETTERS * _LETTER.size
 
 

@@ -210,6 +210,6 @@ def _stats(found: Mapping[str, Any]) -> BucketStats:
 def _counted(value: Any) -> int:
     """A number of bytes, messages or ranks. ValueError if nobody can have counted so far."""
     number = int(value)
-    if not abs(number) < 1 << 63:
+    if not 0 <= number < 1 << 63:
         raise ValueError(value)
     return number

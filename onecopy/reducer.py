@@ -76,7 +76,7 @@ class _Phase:
     """One backward: what has arrived, and how far the buckets have come."""
 
     missing: list[int]  # how many gradients each bucket waits for
-    frozen: set[int]  # parameters that no bucket waits for
+    frozen: set[int]  # parameters, when it began: no bucket waits for them
     taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
     arrived: set[int] = field(default_factory=set)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class Reducer:
         if grad is not None:
             phase.held[index] = self._laid_out(index, grad)
         if index in phase.frozen:
-            return  # a DDP that was made when it was trained still delivers it
+            return  # a DDP that was made when it was trained still delivers it; nothing waited
         missing = phase.missing
         for number in self._lanes_of[index]:
             missing[number] -= 1
@@ -225,7 +225,7 @@ class Reducer:
             present = phase.arrived
             self._late = self._leftovers()
             present |= self._late.keys()
-        present |= phase.taken
+        present = present | phase.taken
         self._phase = None
         self._say(present, {number for index in self._late for number in self._lanes_of[index]})
 

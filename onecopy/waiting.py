@@ -62,6 +62,7 @@ class _Waiter:
 
 
 _idle: list[_Waiter] = []  # one, unless a signal handler waits, too
+_abandoned: list[Sequence[Any]] = []
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # it has no such thread
@@ -77,11 +78,18 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
         return
     waiter = _idle.pop() if _idle else _Waiter()
     errand = waiter.send(works)
-    errand.lock.acquire()
-    # Not after a signal: then the thread still waits, and the next errand gets another one.
+    try:
+        errand.lock.acquire()
+    except BaseException:  # a signal: the thread still waits, and the next errand gets another one
+        _abandoned.append(works)  # their end in that thread might be that of the process: as above
+        raise
     _idle.append(waiter)
-    if errand.error is not None:
-        raise errand.error
+    error, errand.error = errand.error, None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error, errand  # a cycle, which would hold on to the memory that was sent
 
 
 # -------------------------------------------------------------------------- at the end

@@ -175,6 +175,8 @@ def judge(error: BaseException, *, class_may_refuse: bool) -> None:
     if isinstance(error.__cause__, Exception) and type(error) is RuntimeError:
         # Carried from another rank or thread.
         judge(error.__cause__, class_may_refuse=class_may_refuse)
+    elif isinstance(error.__cause__, Exception) and innermost.name == "_try_step":
+        judge(error.__cause__, class_may_refuse=True)  # ours only in words
 
 
 def _was_called(directories: tuple[str, ...], frames: Sequence[traceback.FrameSummary]) -> bool:

@@ -281,11 +281,14 @@ def outline(tree: Any) -> Any:
         return str(tree.dtype), tuple(tree.shape)
     if isinstance(tree, dict):
         return {key: outline(value) for key, value in tree.items() if key != "params"}
-    return float if type(tree) is int else type(tree)  # an option may be 0 or 0.0
+    return type(tree)
 
 
 def outline_of(opt: ZeroRedundancyOptimizer) -> Any:
-    return [outline(dict(each)) for each in (*opt.state.values(), *opt.param_groups)]
+    options = [outline(dict(group)) for group in opt.param_groups]
+    for group in options:  # an option may be 0 or 0.0
+        group.update({key: float for key, kind in group.items() if kind is int})
+    return [*(outline(dict(each)) for each in opt.state.values()), *options]
 
 
 def is_plain(path: Path) -> bool:
