@@ -191,7 +191,7 @@ class Attaches(Parts):
         attachment.give_up_raised()
         party = self._announce_in_join(Turn.LOOK)
         attachment.judge()  # a backward that was given up ends here, on all ranks
-        call = f"{_LOOKS[method]}({', '.join(map(shown, args))})"
+        call = f"{_LOOKS[method]}{shown(args, longest=200)}"
         self._transport.note(f"{call} after {self._steps} steps{self._mode}")
         with self._transport.noting_errors():
             if party is None:
