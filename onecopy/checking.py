@@ -63,11 +63,11 @@ class Checks(Parts):
             return
         sentry.begin(self._steps, self._local, self._plan, self._roster.params)
         compares = self._steps % (self._check_every or 1) == 0
-        if compares:
+        masters_will_follow = self._local.masters.are_behind()
+        if compares or masters_will_follow:
             sentry.look_at_all()
-        if self._local.masters.are_behind():
-            sentry.look_at_all()
-            sentry.unseal()  # they will follow the parameters
+        if masters_will_follow:
+            sentry.unseal()
         if compares and self._compared < self._steps:  # not again if the step is called again
             self._transport.add_to_note("comparing replicas")
             require_agreement(self._transport, "comparing the ranks", self._description())

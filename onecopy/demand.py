@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.gatherer import IN_FLIGHT as GATHERS_IN_FLIGHT
-from onecopy.gatherer import LEFT_IN_FLIGHT
 from onecopy.gatherer import LENT as GATHERS_LENT
+from onecopy.gatherer import left_in_flight
 from onecopy.kinds import Kind
 from onecopy.neighbours import worth_lending
 from onecopy.plan import Plan
@@ -43,7 +43,7 @@ class GatherStaging:
         self._lent: dict[_Key, _Buffer] = {}
         if plan.world_size == 1:
             return
-        together = min(len(plan.buckets), LEFT_IN_FLIGHT) if ways.lazily else 0
+        together = left_in_flight(len(plan.buckets), ways.lazily)
         for turn, bucket in enumerate(plan.buckets):
             stream = plan.streams[bucket.stream]
             key = (turn % max(GATHERS_IN_FLIGHT, together), stream.device, stream.dtype)

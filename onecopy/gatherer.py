@@ -14,12 +14,17 @@ from onecopy.transfers import Journey, Lending, Site, Transfer, packed, route_of
 from onecopy.transport import Transport
 
 IN_FLIGHT = 3
-# At most, if the waiting is left to others. Each is a file that neighbours read, and often 1024
-# may be open; and a letter to each of them, of which a box holds as many.
+# At most, if the waiting is left to others. Each is a file that neighbours read, of which often no
+# more than 1024 may be open, and a letter to each of them, of which a box holds 1024.
 LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
 # that is ahead of them can go on.
 LENT = IN_FLIGHT + 1
+
+
+def left_in_flight(buckets: int, lazy: bool) -> int:
+    """How many gathers may be under way when a step is over."""
+    return min(buckets, LEFT_IN_FLIGHT) if lazy else 0
 
 
 class Gatherer:
@@ -64,7 +69,7 @@ class Gatherer:
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
         self._transport.neighbours.forget()
-        together = min(len(buckets), LEFT_IN_FLIGHT) if lazy else 0
+        together = left_in_flight(len(buckets), lazy)
         self._most = max(IN_FLIGHT, together)
         staging = self._staging = Staging(self._most)
         lent = self._lent = Staging(max(LENT, together), self._transport.memory_to_lend)
