@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onecopy.waiting import keep_for_ever
+from onecopy.waiting import keep_for_ever, let_threads_settle
 
 
 class WrongProcessGroup(TypeError, AttributeError):
@@ -79,10 +79,11 @@ def private_group(user_group: Any, greatest: Callable[[int], int]) -> Any:
 
 
 @atexit.register
-def _keep_all() -> None:
+def _part_with_all() -> None:
     """What is under way in them when the process ends may never end."""
     for group in list(_private_groups.values()):
         keep_for_ever(group)
+    let_threads_settle()
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:

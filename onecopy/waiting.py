@@ -7,11 +7,14 @@ another one wait, and waits for that one on a lock, which a signal interrupts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -96,6 +99,7 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
 
 
 _kept: set[int] = set()
+_SETTLING = 1.0  # seconds, at most, that an ending process waits for its threads
 
 
 def keep_for_ever(group: Any) -> None:
@@ -104,3 +108,32 @@ def keep_for_ever(group: Any) -> None:
     if id(group) not in _kept:
         _kept.add(id(group))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def let_threads_settle() -> None:
+    """Before the interpreter ends: until gloo's threads have let go of what was sent.
+
+    Why: a work is done before the thread that did it lets go of its tensors, and that takes the
+    interpreter. A thread that asks for it while it ends is unwound through functions that may
+    not be, which aborts the process. On a busy machine a thread may well be that late.
+    """
+    until = time.monotonic() + _SETTLING
+    quiet = 0
+    while quiet < 2 and time.monotonic() < until:
+        # Asleep, this thread has not got the interpreter: whoever waits for it gets it.
+        time.sleep(0.0005)
+        quiet = 0 if _others_are_busy() else quiet + 1
+
+
+def _others_are_busy() -> bool:
+    """Whether another thread of this process runs, or would if it had a processor."""
+    mine = threading.get_native_id()
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if state in _BUSY and int(task.name) != mine:
+                return True
+    return False
+
+
+_BUSY = "RD"  # of the letters by which Linux tells the state of a thread

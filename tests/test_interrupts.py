@@ -143,6 +143,20 @@ def test_exit_is_silent_while_a_trace_is_taken(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"rank-0.json", "rank-1.json"}
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "SCHED_IDLE") or len(os.sched_getaffinity(0)) < 2,
+    reason="threads are held up by the scheduler of Linux, on two processors",
+)
+def test_exit_waits_for_threads_that_have_not_let_go_of_what_was_sent() -> None:
+    """Without `onecopy` about every second of these processes aborts."""
+    script = SCRIPT.with_name("late_thread.py")
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, script], capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
