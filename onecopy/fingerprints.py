@@ -22,8 +22,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Reads the memory once, as fast as it can be read. Elements that have changed places are not
     noticed: it is for memory that nobody should have touched."""
     words, rest = _words(tensor)
-    total: torch.Tensor = words.sum() * ODD
-    return total + rest.to(torch.int64).sum() if rest.numel() else total
+    total: torch.Tensor = words.sum()
+    return total + rest.sum() if rest.numel() else total
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,24 +49,32 @@ class Checksums:
         devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
         # Where the others are, so that nothing is waited for.
         self._device = devices[0] if devices else torch.device("cpu")
-        self._cells = torch.zeros(len(self._tensors), dtype=torch.int64, device="cpu")
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # words, and where the sum goes
-        self._rests: list[tuple[int, torch.Tensor]] = []
-        self._others: list[int] = []  # to be read the long way, by position
         numbers: dict[torch.dtype, list[int]] = {}
-        for index, (tensor, cell) in enumerate(zip(self._tensors, self._cells, strict=True)):
-            if tensor.dim() == 0 and tensor.device.type == "cpu" and tensor.element_size() < 8:
+        larger: list[int] = []
+        for index, tensor in enumerate(self._tensors):
+            is_number = tensor.dim() == 0 and tensor.device.type == "cpu"
+            if is_number and tensor.element_size() < _WORD_BYTES:
                 numbers.setdefault(tensor.dtype, []).append(index)
             else:
-                self._prepare(index, tensor.detach(), cell)
-        # Single elements, as `step`, are read in one go.
-        self._numbers = [
-            (
-                torch.tensor(indices, device="cpu"),
-                [self._tensors[index].detach() for index in indices],
+                larger.append(index)
+        # Single elements, as `step`, are read in one go: those of one dtype have cells in a row.
+        order = [*larger, *(index for indices in numbers.values() for index in indices)]
+        self._cell_of = torch.tensor(order, dtype=torch.int64, device="cpu").argsort()
+        self._cells = torch.zeros(len(order), dtype=torch.int64, device="cpu")
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # words, and where the sum goes
+        self._rests: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: list[int] = []  # to be read the long way, by position
+        for index, cell in zip(larger, self._cells, strict=False):
+            self._prepare(index, self._tensors[index].detach(), cell)
+        self._numbers: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+        start = len(larger)
+        for dtype, indices in numbers.items():
+            cells = self._cells[start : start + len(indices)]
+            together = torch.empty(len(indices), dtype=dtype, device="cpu")
+            self._numbers.append(
+                ([self._tensors[index].detach() for index in indices], together, cells)
             )
-            for indices in numbers.values()
-        ]
+            start += len(indices)
 
     def _prepare(self, index: int, tensor: torch.Tensor, cell: torch.Tensor) -> None:
         is_misaligned = tensor.storage_offset() * tensor.element_size() % _WORD_BYTES
@@ -76,7 +84,7 @@ class Checksums:
         words, rest = _words(tensor)
         self._sums.append((words, cell))
         if rest.numel():
-            self._rests.append((index, rest))
+            self._rests.append((rest, cell))
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the same ones, where they were."""
@@ -89,12 +97,12 @@ class Checksums:
         """The numbers, in the order of the tensors."""
         for words, cell in self._sums:
             torch.sum(words, 0, out=cell)
-        found = self._cells * ODD
-        for indices, numbers in self._numbers:
-            together = torch.stack(numbers)
-            found[indices] = together.view(_INTEGERS[together.element_size()]).to(torch.int64)
-        for index, rest in self._rests:
-            found[index] += rest.to(torch.int64).sum()
+        for rest, cell in self._rests:
+            cell.add_(rest.sum())
+        for tensors, together, cells in self._numbers:
+            torch.stack(tensors, out=together)
+            cells.copy_(together.view(_INTEGERS[together.element_size()]))
+        found = self._cells.index_select(0, self._cell_of)
         if self._device.type != "cpu":
             found = found.to(self._device, non_blocking=True)
         for index in self._others:

@@ -128,10 +128,10 @@ class Sentry:
         self._step = step
         self._attempt += 1
         for guard in self._guards:
-            guard.forget_look()
+            guard.history.forget_look()
         if plan is not self._plan and plan != self._plan:
             for guard in self._guards:  # no piece has moved: what was sealed can still be compared
-                guard.inspect(step)
+                guard.state.inspect(step)
             self.unseal()
             self._past = self._histories()
             buckets = range(len(plan.buckets))
@@ -150,7 +150,7 @@ class Sentry:
     def seal(self, bucket: int) -> None:
         """A bucket has been updated: until the next step nobody touches its state."""
         self._count_look(self._guards[bucket])
-        self._guards[bucket].seal(self._suspicions)
+        self._guards[bucket].state.seal(self._suspicions)
 
     def finish(self) -> None:
         """The step has failed in the middle. Other ranks have looked at every bucket in it: so does
@@ -166,12 +166,12 @@ class Sentry:
     def unseal(self) -> None:
         """The state has been changed, as it should be."""
         for guard in self._guards:
-            guard.unseal(self._suspicions)
+            guard.state.unseal(self._suspicions)
 
     def inspect_now(self) -> None:
         """Between two steps somebody asks: is the state what it was?"""
         for guard in self._guards:
-            guard.inspect(self._step + 1)
+            guard.state.inspect(self._step + 1)
 
     def history(self) -> tuple[torch.Tensor, str]:
         """What each parameter was before the steps up to this one, before which all were looked
@@ -198,13 +198,13 @@ class Sentry:
         if self._past is not None:  # parameters are only ever added
             found[: len(self._past)] = self._past * ODD
         for guard in self._guards:
-            found.index_add_(0, guard.params, guard.history_with_look().cpu())
+            found.index_add_(0, guard.history.params, guard.history.with_look().cpu())
         return found
 
     def suspicions(self, params: int) -> list[str]:
         """By parameter, what of its state has changed when; they are then forgotten."""
         for guard in self._guards:
-            guard.settle(self._suspicions)
+            guard.state.settle(self._suspicions)
         found, self._suspicions = self._suspicions, {}
         return [found.get(index, "") for index in range(params)]
 
@@ -215,85 +215,103 @@ class _Guard:
     def __init__(
         self, local: LocalOptimizer, plan: Plan, params: Sequence[torch.Tensor], bucket: int
     ) -> None:
-        self._local, self._bucket = local, bucket
+        self.history = _History(plan, params, bucket)
+        self.state = _Seal(local, bucket)
+        self._looked_in = 0  # an attempt at a step
+        self._counted = 0  # the step before which a look counted, last
+
+    def look(self, step: int, attempt: int) -> None:
+        if self._counted < step and self._looked_in < attempt:
+            self._looked_in = attempt
+            self.history.look()
+            self.state.inspect(step)
+
+    def count_look(self, step: int) -> bool:
+        """The bucket has been updated: there will be no other look before this step. Whether there
+        was one that had not been counted."""
+        if not self.history.count_look():
+            return False
+        self._counted = step
+        return True
+
+    def begin_history(self, counted: int) -> None:
+        self.history.forget()
+        self._counted = counted
+
+
+class _History:
+    """The parameters in a bucket: what they were before the steps so far, one number for each part
+    of a parameter."""
+
+    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], bucket: int) -> None:
         segments = list(plan.segments(bucket))
         self._segments = [(params[s.param], s.start, s.stop) for s in segments]
         self.params = torch.tensor([s.param for s in segments], dtype=torch.int64, device="cpu")
-        self._history: torch.Tensor | None = None  # by segment
+        self._counted: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None  # in a look that does not count yet
-        self._looked_in = 0  # an attempt at a step
-        self._counted = 0  # the step before which a look counted, last
         self._places: list[int] = []  # of the parameters in memory
         self._checksums = Checksums([])  # of the segments
+
+    def look(self) -> None:
+        places = [param.data_ptr() for param, _, _ in self._segments]
+        if places != self._places:
+            self._places = places
+            self._checksums = Checksums([part_of(p.detach(), i, j) for p, i, j in self._segments])
+        self._seen = self._checksums.now()
+
+    def forget_look(self) -> None:
+        """The step that it was before was refused, and other ranks may not have looked."""
+        self._seen = None
+
+    def count_look(self) -> bool:
+        """Take the last look into the history, if there was one."""
+        if self._seen is None:
+            return False
+        self._counted, self._seen = self.with_look(), None
+        return True
+
+    def with_look(self) -> torch.Tensor:
+        """The history, and the look that does not count yet."""
+        if self._counted is None:
+            return torch.zeros_like(self.params) if self._seen is None else self._seen
+        if self._seen is None:
+            return self._counted
+        return torch.add(self._seen, self._counted.to(self._seen.device), alpha=ODD)
+
+    def forget(self) -> None:
+        self._counted = self._seen = None
+
+
+class _Seal:
+    """This rank's state in a bucket: whether it is what the last step has left."""
+
+    def __init__(self, local: LocalOptimizer, bucket: int) -> None:
+        self._local, self._bucket = local, bucket
         self._labels: list[tuple[int, int, str]] = []
         self._steady: Checksums | None = None  # of the state, if it stays where it is
         self._last: list[weakref.ref[torch.Tensor]] = []  # the state, as it was sealed
         self._sealed: torch.Tensor | None = None  # checksums, by label
         self._changed_at: torch.Tensor | None = None  # the first step before which one had changed
 
-    # ------------------------------------------------------------------ parameters, and all
-
-    def look(self, step: int, attempt: int) -> None:
-        if self._counted < step and self._looked_in < attempt:
-            self._looked_in = attempt
-            self._seen = self._look_at_parameters()
-            self.inspect(step)
-
-    def _look_at_parameters(self) -> torch.Tensor:
-        places = [param.data_ptr() for param, _, _ in self._segments]
-        if places != self._places:
-            self._places = places
-            self._checksums = Checksums([part_of(p.detach(), i, j) for p, i, j in self._segments])
-        return self._checksums.now()
-
-    def history_with_look(self) -> torch.Tensor:
-        """The history, and the look at the parameters that does not count yet."""
-        history = self._history
-        if history is None:
-            history = torch.zeros_like(self.params)
-        if self._seen is None:
-            return history
-        return history.to(self._seen.device) * ODD + self._seen
-
-    def count_look(self, step: int) -> bool:
-        """The bucket has been updated: there will be no other look before this step. Whether there
-        was one that had not been counted."""
-        if self._seen is None:
-            return False
-        self._history, self._seen, self._counted = self.history_with_look(), None, step
-        return True
-
-    def forget_look(self) -> None:
-        """The step that it was before was refused, and other ranks may not have looked."""
-        self._seen = None
-
-    def begin_history(self, counted: int) -> None:
-        self._history, self._seen, self._counted = None, None, counted
-
-    # ------------------------------------------------------------------ state
-
     def _contents(self) -> list[Content]:
         return contents(self._local, self._local.pieces_in(self._bucket))
 
     def seal(self, suspicions: dict[int, str]) -> None:
         state = self._contents()
+        tensors = [content.tensor for content in state]
+        if self._sealed is not None and self._steady is not None and self._steady.are_of(tensors):
+            self._sealed = self._steady.now()
+            return
         labels = [content.label for content in state]
         if labels != self._labels or self._sealed is None:
             self.settle(suspicions)
             self._labels = labels
-        tensors = [content.tensor for content in state]
-        if self._steady is None or not self._steady.are_of(tensors):
-            # What a class makes anew in every step is not held on to: it would be there twice.
-            same = [ref() for ref in self._last]
-            is_steady = len(same) == len(tensors) and all(map(operator.is_, same, tensors))
-            self._last = list(map(weakref.ref, tensors))
-            self._steady = Checksums(tensors) if is_steady else None
-        self._sealed = self._now(tensors)
-
-    def _now(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self._steady is not None and self._steady.are_of(tensors):
-            return self._steady.now()
-        return Checksums(tensors).now()
+        # What a class makes anew in every step is not held on to: it would be there twice.
+        same = [ref() for ref in self._last]
+        is_steady = len(same) == len(tensors) and all(map(operator.is_, same, tensors))
+        self._last = list(map(weakref.ref, tensors))
+        self._steady = Checksums(tensors) if is_steady else None
+        self._sealed = (self._steady or Checksums(tensors)).now()
 
     def unseal(self, suspicions: dict[int, str]) -> None:
         self.settle(suspicions)
@@ -303,11 +321,12 @@ class _Guard:
         """Is the state what it was when it was sealed?"""
         if self._sealed is None or not len(self._sealed):
             return
-        state = self._contents()
-        if self._labels != [content.label for content in state]:
+        # If somebody has put other tensors in their place, these are what was sealed.
+        steady = self._steady or self._as_labelled()
+        if steady is None:
             self._sealed = None  # state was taken away or added by hand
             return
-        now = self._now([content.tensor for content in state])
+        now = steady.now()
         if now.device.type == "cpu" and torch.equal(now, self._sealed):
             return  # elsewhere the answer would have to be waited for
         changed = now.to(self._sealed.device) != self._sealed
@@ -315,6 +334,13 @@ class _Guard:
             self._changed_at = torch.zeros_like(self._sealed)
         is_first = changed & (self._changed_at == 0)
         self._changed_at = torch.where(is_first, step, self._changed_at)
+
+    def _as_labelled(self) -> Checksums | None:
+        """Of the state as it is now, if it has the same labels as when it was sealed."""
+        state = self._contents()
+        if self._labels != [content.label for content in state]:
+            return None
+        return Checksums([content.tensor for content in state])
 
     def settle(self, suspicions: dict[int, str]) -> None:
         """Write down what has been noticed so far."""
