@@ -7,6 +7,7 @@ and schedulers the optimizer has; ``backward()`` returns with updated parameters
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -44,11 +45,9 @@ def hook_with_zero_step(
     def step_after(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(state, bucket)
         if bucket.is_last():
-            try:
+            # No backward: this rank has run out of inputs, and takes its part as ``Join`` says.
+            with contextlib.suppress(RuntimeError):
                 after_ddp(zero._step_in_backward)
-            except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
-                future.wait()
-                zero._take_part_joined()
         return future
 
     # DDP looks at the annotations, and wants the classes themselves.

@@ -42,6 +42,10 @@ class Feed(Protocol):
     def has_raised(self) -> bool:
         """Whether a backward, of which the other ranks send gradients, has begun and not ended."""
 
+    def finish_joined(self) -> None:
+        """On a rank that has run out of inputs: the backward of the others that it only joined in
+        has ended."""
+
     def remove(self) -> None:
         """Feed nothing any more."""
 
@@ -154,6 +158,9 @@ class ModuleFeed:
     @property
     def has_raised(self) -> bool:
         return self._reducer.is_active and not in_backward()
+
+    def finish_joined(self) -> None:
+        pass  # the optimizer itself tells such a rank of every backward
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -297,12 +304,27 @@ class DDPFeed:
                 self._is_queued = False
             self._enter()
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
-            self._reducer.begin()
+            self._reducer.begin(keeps_back=self._ddp_waits_for_joined)
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             index = self._index.get(param)  # DDP also has what was frozen and is not ours
             if index is not None:
                 self._reducer.arrived(index, _as_laid_out(param, grad))
-        if bucket.is_last() and not self._is_queued:
+        if bucket.is_last() and not self._is_queued and not self._ddp_waits_for_joined:
+            self._reducer.end(present=set())
+
+    @property
+    def _ddp_waits_for_joined(self) -> bool:
+        """Whether DDP's own end of a backward waits for ranks that have joined.
+
+        Why that matters: to find unused parameters it asks all ranks, and those that have joined
+        answer when the hook has returned. If that waited for a bucket of a rank that DDP keeps
+        waiting, neither would ever go on. So buckets leave when DDP is through.
+        """
+        ddp: Any = self._of_ddp()
+        return bool(ddp._join_config.enable and ddp.find_unused_parameters)
+
+    def finish_joined(self) -> None:
+        if self._reducer.is_active and not self._is_queued:
             self._reducer.end(present=set())
 
     def _divisor(self, is_active: bool) -> int:

@@ -21,10 +21,7 @@ class Joins(Parts):
         an attached optimizer averages over the ranks that still have inputs, as DDP does."""
         if self._attachment is not None:
             self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        take_part = self._take_part_joined
-        if self._steps_in_backward:  # called by DDP's own join hook, through the communication hook
-            return OptimizerJoinHook(lambda: None, self._leave_join)
-        return OptimizerJoinHook(take_part, self._leave_join)
+        return OptimizerJoinHook(self._take_part_joined, self._leave_join)
 
     def _leave_join(self) -> None:
         """torch leaves the context switched on when it ends; every later step would pay for it."""
@@ -50,6 +47,8 @@ class Joins(Parts):
 
     def _take_part_joined(self) -> None:
         """What the others do, on a rank that has run out of inputs."""
+        if self._attachment is not None:
+            self._attachment.feed.finish_joined()
         while True:
             party = find_party(self._transport, Turn.JOINED)
             assert party is not None

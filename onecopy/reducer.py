@@ -77,6 +77,7 @@ class _Phase:
 
     missing: list[int]  # how many gradients each bucket waits for
     frozen: set[int]  # parameters, when it began: no bucket waits for them
+    keeps_back: bool = False  # no bucket leaves before backward has ended
     taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
     arrived: set[int] = field(default_factory=set)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -182,13 +183,14 @@ class Reducer:
         self.backwards -= 1  # no backward of the user's
         self.end()
 
-    def begin(self) -> None:
-        """A backward has begun, on all ranks."""
+    def begin(self, keeps_back: bool = False) -> None:
+        """A backward has begun, on all ranks; ``keeps_back``: no bucket leaves before its end."""
         self.judge()
         self.backwards += 1
         trainable = list(map(attrgetter("requires_grad"), self._params))
         frozen = {index for index in self._lanes_of if not trainable[index]}
-        self._phase = _Phase([len(lane.params - frozen) for lane in self._lanes], frozen)
+        missing = [len(lane.params - frozen) for lane in self._lanes]
+        self._phase = _Phase(missing, frozen, keeps_back)
 
     def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
         """The gradient of a parameter is there: given, or in ``param.grad``.
@@ -208,7 +210,7 @@ class Reducer:
         missing = phase.missing
         for number in self._lanes_of[index]:
             missing[number] -= 1
-        while phase.next < len(missing) and missing[phase.next] <= 0:
+        while not phase.keeps_back and phase.next < len(missing) and missing[phase.next] <= 0:
             self._depart(phase)
 
     @torch.no_grad()

@@ -124,6 +124,48 @@ def test_a_step_that_the_scaler_skips_is_skipped_by_ranks_that_have_joined(
     compare(world, model, expected, exact=False)
 
 
+class Deep(nn.Module):
+    """About a bucket for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+    def batch(self, seed: Iterable[int]) -> torch.Tensor:
+        return noise(2, 12, seed=seed)
+
+
+@distributed(2, 3, timeout=40, pg_timeout=10)
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find_unused_parameters"])
+@pytest.mark.parametrize("divide", [True, False], ids=["by all", "by those that go on"])
+def test_what_was_unfrozen_after_ddp_was_built_holds_nobody_up(
+    world: World, unused: bool, divide: bool
+) -> None:
+    """DDP does not deliver it, so its bucket and all after it leave when DDP is through; and DDP
+    is through, if it looks for unused parameters, when ranks that have joined have answered."""
+    inputs = uneven(world)
+    model, expected = build(Deep), build(Deep)
+    reference(
+        *(world, expected, lambda p: SGD(p, lr=0.1), inputs),
+        divide_by_initial_world_size=divide,
+    )
+    opt = sharded(model.parameters(), SGD, lr=0.1)
+    late = model.layers[-1].weight
+    late.requires_grad_(False)
+    ddp = DistributedDataParallel(model, find_unused_parameters=unused)
+    opt.attach(ddp)
+    late.requires_grad_(True)
+    assert len(opt._plan.buckets) > 6
+    with Join([ddp, opt], divide_by_initial_world_size=divide):
+        for step in range(inputs[world.rank]):
+            ddp(batch_of(model, world.rank, step)).backward()
+            opt.step()
+    compare(world, model, expected, exact=False)
+
+
 class OneLayer(nn.Linear):
     """A single tensor, which one rank owns."""
 

@@ -170,14 +170,16 @@ def test_checkpoints(world: World, hook: str, tmp_path: Path) -> None:
     other.train(2)
 
 
-@distributed(1, 2, 3)
+@distributed(1, 2, 3, timeout=40, pg_timeout=10)
 @EVERY_HOOK
-def test_uneven_inputs(world: World, hook: str) -> None:
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find_unused_parameters"])
+def test_uneven_inputs(world: World, hook: str, unused: bool) -> None:
+    """To find unused parameters, DDP asks all ranks, also those that have joined."""
     inputs = uneven(world)
     model, expected = build(Mlp), build(Mlp)
     options = {"lr": 0.1, "momentum": 0.9}
     reference(world, expected, lambda params: SGD(params, **options), inputs)
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, find_unused_parameters=unused)
     opt = ZeroRedundancyOptimizer(model.parameters(), SGD, overlap_with_ddp=True, **options)
     ddp.register_comm_hook(None, HOOKS[hook](allreduce_hook, ddp, opt))
     with Join([ddp, opt]):
