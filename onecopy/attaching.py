@@ -121,6 +121,8 @@ class Attaches(Parts):
         finally:
             self._attachment = None
             self._transport.add_to_note("then detached")
+            if self._transport.refusal is None:
+                self._shards.settle()
 
     def wait(self) -> None:
         """Until the parameters that the last step updated are here (see ``lazy_gather``)."""

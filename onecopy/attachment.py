@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import flat_range, is_dense
 from onecopy.feeds import DDPFeed, Feed, ModuleFeed, has_foreign_hook
+from onecopy.gatherer import LentBefore
 from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
@@ -108,12 +109,15 @@ class Attachment:
         joined = len(party.borrowers) if party is not None and not self.divides_by_all else 0
         self.reducer.share = 1 / (world - joined)
 
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
-        """The plan, or the memory of the parameters, is another one."""
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> LentBefore | None:
+        """The plan, or the memory of the parameters, is another one. What of the reducer's memory
+        the gatherer may use, when gradients have passed through it."""
         self.reducer.prepare(plan, params)
         self.feed.follow(params)
         if self._lazy is not None:
             self._lazy.follow(plan, params)
+        lent = self.reducer.lent
+        return None if lent is None else LentBefore(lent, self.reducer.make_free)
 
     def catch_up(self) -> None:
         """Parameters were added to the plan, on all ranks; their gradients are still local."""
@@ -178,9 +182,9 @@ class Attachment:
             shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
             undoing.callback(self._transport.neighbours.forget)
+            shards.gathers_lazily = False
+            undoing.callback(shards.gatherer.give_up_staging)
             if self._lazy is not None:
-                shards.gathers_lazily = False
-                undoing.callback(shards.settle)
                 undoing.callback(self._lazy.remove)
             for patch in self._patches:
                 undoing.callback(patch.remove)

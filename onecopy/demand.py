@@ -7,19 +7,15 @@ what it owns; all else is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 
-from onecopy.gatherer import IN_FLIGHT as GATHERS_IN_FLIGHT
-from onecopy.gatherer import LENT as GATHERS_LENT
-from onecopy.gatherer import left_in_flight
+from onecopy.gatherer import IN_FLIGHT, LENT, left_in_flight
 from onecopy.kinds import Kind
 from onecopy.neighbours import worth_lending
 from onecopy.plan import Plan
-from onecopy.reducer import IN_FLIGHT as REDUCTIONS_IN_FLIGHT
-from onecopy.reducer import LENT as REDUCTIONS_LENT
 from onecopy.tally import equal_part, owned_ranges
 from onecopy.transfers import WORTH_ITS_OWN_MESSAGE
 
@@ -41,21 +37,25 @@ class GatherStaging:
     def __init__(self, plan: Plan, ways: Ways) -> None:
         self._copied: dict[_Key, int] = {}  # in bytes, on every rank
         self._lent: dict[_Key, _Buffer] = {}
+        self._lazily = ways.lazily
         if plan.world_size == 1:
             return
         together = left_in_flight(len(plan.buckets), ways.lazily)
         for turn, bucket in enumerate(plan.buckets):
             stream = plan.streams[bucket.stream]
-            key = (turn % max(GATHERS_IN_FLIGHT, together), stream.device, stream.dtype)
+            key = (turn % max(IN_FLIGHT, together), stream.device, stream.dtype)
             copied = staged_elements(plan, turn, ways) * stream.itemsize
             self._copied[key] = max(self._copied.get(key, 0), copied)
-            key = (turn % max(GATHERS_LENT, together), stream.device, stream.dtype)
+            key = (turn % max(LENT, together), stream.device, stream.dtype)
             if ways.one_host:
                 lent = self._lent.setdefault(key, _Buffer())
                 lent.demand_slots(plan, turn, _lent(stream.itemsize))
 
-    def on(self, rank: int) -> int:
-        return sum(self._copied.values()) + sum(b.on_rank(rank) for b in self._lent.values())
+    def on(self, rank: int, beside: ReduceStaging | None = None) -> int:
+        """``beside`` the staging of gradients: what these have left is lent anew."""
+        free = beside.lent if beside is not None and not self._lazily else ()
+        lent = sum(b.on_rank(rank) for key, b in self._lent.items() if key not in free)
+        return sum(self._copied.values()) + lent
 
 
 def _lent(itemsize: int) -> Callable[[int], int]:
@@ -123,16 +123,22 @@ class ReduceStaging:
         """``wire_of`` a stream says in what dtype its gradients travel."""
         self._outgoing: dict[_Key, int] = {}  # in bytes, on every rank
         self._incoming: dict[_Key, _Buffer] = {}
-        lends = ways.one_host and plan.world_size > 1
-        depth = REDUCTIONS_LENT if lends else REDUCTIONS_IN_FLIGHT
+        self._lends = ways.one_host and plan.world_size > 1
+        depth = LENT if self._lends else IN_FLIGHT
         for number, bucket in enumerate(plan.buckets):
             device, wire = plan.streams[bucket.stream].device, wire_of(bucket.stream)
-            key = (number % depth, device, str(wire))
+            dtype = str(wire).removeprefix("torch.")
+            key = (number % depth, device, dtype)
             numbytes = bucket.numel * wire.itemsize
             self._outgoing[key] = max(self._outgoing.get(key, 0), numbytes)
-            key = (number % REDUCTIONS_IN_FLIGHT, device, str(wire))
+            key = (number % IN_FLIGHT, device, dtype)
             incoming = self._incoming.setdefault(key, _Buffer())
             incoming.demand_slots(plan, number, _received(plan, number, ways, wire.itemsize))
+
+    @property
+    def lent(self) -> Collection[_Key]:
+        """The buffers that neighbours read."""
+        return self._outgoing.keys() if self._lends else ()
 
     def on(self, rank: int) -> int:
         return sum(self._outgoing.values()) + sum(b.on_rank(rank) for b in self._incoming.values())

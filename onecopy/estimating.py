@@ -63,10 +63,13 @@ class Estimate:
         """What one rank holds after a step: the fields are those of ``memory_report()``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
-        gradients, staging = self._gradient_bytes, self._gather_staging.on(rank)
+        gradients, staging = self._gradient_bytes, 0
+        beside = None
         if self.setting.attached:
             gradients = sum(held[rank] for held in self._held_gradients)
-            staging += self._reduce_staging.on(rank)
+            beside = self._reduce_staging
+            staging = beside.on(rank)
+        staging += self._gather_staging.on(rank, beside)
         return MemoryReport(
             parameters=self._parameter_bytes,
             gradients=gradients,

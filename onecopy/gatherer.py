@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._compile import _disable_dynamo
@@ -20,6 +21,14 @@ LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
 # that is ahead of them can go on.
 LENT = IN_FLIGHT + 1
+
+
+@dataclass(frozen=True, slots=True)
+class LentBefore:
+    """Memory that others have lent to neighbours before a step, and that gathers may lend anew."""
+
+    staging: Staging
+    make_free: Callable[[int], None]  # for a bucket: nobody of this rank needs what is in it
 
 
 def left_in_flight(buckets: int, lazy: bool) -> int:
@@ -43,12 +52,24 @@ class Gatherer:
         self._launched: dict[int, Journey] = {}  # by bucket, those nobody has waited for
         self._staging = Staging(IN_FLIGHT)
         self._lent = Staging(LENT)
+        self._lent_before: LentBefore | None = None
         self._is_lazy = False
         self._most = IN_FLIGHT
         self.order: Sequence[int] = ()  # in which the buckets are to be started
 
+    def give_up_staging(self) -> None:
+        """It is about to change: no bucket can travel before ``prepare``."""
+        self.wait()
+        self._transfers, self._lent_before = None, None
+        self._staging, self._lent = Staging(IN_FLIGHT), Staging(LENT)
+
     def prepare(
-        self, plan: Plan, params: Sequence[torch.Tensor], homes: FlatHomes | None, lazy: bool
+        self,
+        plan: Plan,
+        params: Sequence[torch.Tensor],
+        homes: FlatHomes | None,
+        lazy: bool,
+        lent_before: LentBefore | None = None,
     ) -> None:
         """Decide how each bucket travels. To be repeated when the plan or a storage changes.
 
@@ -57,12 +78,11 @@ class Gatherer:
         order in which the next forward wants them, the reverse of that in which backward completes
         them.
         """
-        self.wait()
+        self.give_up_staging()
         self._is_lazy = lazy
         buckets = range(len(plan.buckets))
         self.order = buckets[::-1] if lazy else buckets
         self._params = [params[index] for index in sorted(plan.params)]
-        self._transfers = None
         if self._transport.world_size == 1:
             self._transfers = []
             return
@@ -72,7 +92,10 @@ class Gatherer:
         together = left_in_flight(len(buckets), lazy)
         self._most = max(IN_FLIGHT, together)
         staging = self._staging = Staging(self._most)
-        lent = self._lent = Staging(max(LENT, together), self._transport.memory_to_lend)
+        self._lent = Staging(max(LENT, together), self._transport.memory_to_lend)
+        # What is under way when a step is over would still be read in the next backward.
+        self._lent_before = None if lazy else lent_before
+        lent = self._lent if self._lent_before is None else self._lent_before.staging
         routes = [route_of(Site(self._transport, homes, plan, memory, b)) for b in buckets]
         for turn, route in enumerate(routes):
             if route.staged:
@@ -100,6 +123,8 @@ class Gatherer:
         # Those that pass through the same memory; if none was waited for before its turn, the
         # first of as many as may be under way.
         self.wait([other for other in self._launched if other % self._most == turn])
+        if self._lent_before is not None:
+            self._lent_before.make_free(bucket)
         with torch.no_grad(), self._transport.ledger.launching(Phase.GATHER, bucket):
             self._launched[bucket] = transfer.start(self._transport)
 
@@ -140,7 +165,7 @@ class Gatherer:
 
     @property
     def staged_bytes(self) -> int:
-        """Memory that buckets pass through; it is kept between the steps."""
+        """Memory of its own that buckets pass through; it is kept between the steps."""
         return self._staging.nbytes() + self._lent.nbytes()
 
     def _tell_autograd(self) -> None:

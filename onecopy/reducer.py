@@ -30,6 +30,7 @@ import torch
 
 from onecopy.agreement import RanksDisagree, name_ranks, require_agreement
 from onecopy.buffers import Staging, in_layout_of, is_dense
+from onecopy.gatherer import IN_FLIGHT, LENT
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
@@ -38,10 +39,6 @@ from onecopy.transport import Pending, Transport, do_nothing
 from onecopy.verdict import Verdict
 from onecopy.words import plural
 
-IN_FLIGHT = 3
-# What neighbours read in place is free again when they have: with one buffer more than there are
-# buckets in flight, a rank that is ahead of them can go on.
-LENT = IN_FLIGHT + 1
 # Tags are apart from those of the gathers and of other attachments: ranks on which one backward
 # reaches several attached modules may launch their buckets in different orders.
 _TAGS_EACH, _ATTACHMENTS = 1 << 20, 4000
@@ -147,6 +144,19 @@ class Reducer:
         for lane in self._lanes:
             lane.settle(plan, params, self._outgoing, self._incoming)
         self._views = self._all_views()
+
+    @property
+    def lent(self) -> Staging | None:
+        """The memory in which neighbours read gradients, if there are any."""
+        return self._outgoing if self._transport.neighbours else None
+
+    @torch.no_grad()
+    def make_free(self, bucket: int) -> None:
+        """This rank needs nothing more of what is in the memory through which a bucket leaves;
+        neighbours may."""
+        lane = self._lanes[bucket]
+        while any(flight.lane.shares_staging_with(lane) for flight in self._flights):
+            self._land()
 
     def _outgoing_staging(self) -> Staging:
         if not self._transport.neighbours:

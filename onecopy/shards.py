@@ -16,7 +16,7 @@ import torch
 
 from onecopy.buffers import FlatHomes
 from onecopy.condition import Condition
-from onecopy.gatherer import Gatherer
+from onecopy.gatherer import Gatherer, LentBefore
 from onecopy.intake import GroupPolicy
 from onecopy.local import GradientsOf, LocalOptimizer
 from onecopy.plan import Plan
@@ -31,7 +31,7 @@ Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
 class Follower(Protocol):
     """Somebody who must know of every change of the plan or of the memory."""
 
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> LentBefore | None: ...
 
 
 class Shards:
@@ -120,9 +120,13 @@ class Shards:
         if self._homes is not None:
             self._homes.adopt(self.plan, self.roster.params)
         self.local.rebind()
-        self.gatherer.prepare(self.plan, self.roster.params, self._homes, self.gathers_lazily)
+        self.gatherer.give_up_staging()
+        lent_before = None
         if self.follower is not None:
-            self.follower.follow(self.plan, self.roster.params)
+            lent_before = self.follower.follow(self.plan, self.roster.params)
+        self.gatherer.prepare(
+            self.plan, self.roster.params, self._homes, self.gathers_lazily, lent_before
+        )
         self._memory.remember(self.roster.planned(self.plan))
         self._left_out = [self.roster.params[i] for i in self.roster.unplanned(self.plan)]
 
