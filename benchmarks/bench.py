@@ -37,7 +37,9 @@ from results import Table, table_from_json, to_json
 from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
-QUICK_ROUNDS, FULL_ROUNDS = 5, 9
+QUICK_ROUNDS, FULL_ROUNDS = 6, 9
+# Where a turn is short, a disturbance weighs more, and another turn costs less.
+OFTEN = {"gpt-short": 2, "tiny": 3, "conv": 2, "muon": 4}
 # The methods of a quick run, which fit into one heat.
 CORE = (
     *REFERENCES,
@@ -54,6 +56,7 @@ class Wanted:
     ranks: int
     gbit: float | None = None  # of the cable between two hosts
     methods: Sequence[str] = tuple(METHODS)
+    often: int = 1  # turns of each method, for each round
 
     @property
     def wire(self) -> str:
@@ -61,7 +64,7 @@ class Wanted:
 
 
 QUICK = (
-    *(Wanted(name, 2, methods=CORE) for name in WORKLOADS),
+    *(Wanted(name, 2, methods=CORE, often=OFTEN.get(name, 1)) for name in WORKLOADS),
     Wanted("gpt-short", 4, methods=CORE),
     Wanted("gpt-short", 2, gbit=1, methods=CORE),
 )
@@ -77,7 +80,7 @@ def measure(wanted: Sequence[Wanted], methods: set[str], rounds: int) -> Iterato
     """Make the tables, printing each as soon as it is there."""
     for number, each in enumerate(wanted, start=1):
         entries = [Entry(name, name) for name in METHODS if name in methods & {*each.methods}]
-        table = _one_table(each, entries, rounds, f"{number}/{len(wanted)}")
+        table = _one_table(each, entries, rounds * each.often, f"{number}/{len(wanted)}")
         print(as_text(table), flush=True)
         yield table
 

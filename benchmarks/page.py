@@ -101,7 +101,7 @@ def _ratio(row: Row) -> str:
 
 def _machine(description: Mapping[str, str], rounds: int) -> str:
     lines = [f"| {name} | {value} |" for name, value in description.items()]
-    table = "\n".join(["| | |", "|---|---|", *lines, f"| rounds | {rounds} |"])
+    table = "\n".join(["| | |", "|---|---|", *lines, f"| rounds | {rounds}, more of short ones |"])
     return f"## The machine\n\n{table}\n"
 
 

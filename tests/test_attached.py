@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from attached import EVERY_CLASS, EVERY_FEED, AttachedTwins
 from harness import World, distributed
-from models import BranchNet, ConvNet, MixedNet, Mlp, TiedNet, generator
+from models import SMALL_BUCKETS, BranchNet, ConvNet, MixedNet, Mlp, TiedNet, generator
 from test_parity import CASES, weights_and_biases
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -24,6 +24,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
+from onecopy.gatherer import LENT
 
 
 @distributed(1, 2, 3, 4)
@@ -78,6 +79,36 @@ class Loss(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).square().mean()
+
+
+@distributed(2, timeout=60, pg_timeout=10)
+@EVERY_FEED
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_gathers_lend_the_memory_that_gradients_have_left(
+    world: World, feed: str, reduce_dtype: torch.dtype | None
+) -> None:
+    """If they are of the same dtype, and while the optimizer is attached. Nobody looks at gradients
+    before the step, so that it begins while the last buckets are under way."""
+    torch.manual_seed(0)
+    zero = {"parameters_as_bucket_view": True, "bucket_mb": SMALL_BUCKETS / 4}
+    attach = {"reduce_dtype": reduce_dtype}
+    twins = AttachedTwins(world, Mlp(), SGD, feed, zero=zero, attach=attach, lr=0.1)
+    optimizer = twins.optimizer
+    gatherer, reducer = optimizer._shards.gatherer, optimizer._attachment.reducer
+    assert len(optimizer._plan.buckets) > 2 * LENT
+    for _ in range(3):
+        twins.backward()
+        twins.step()
+        twins.assert_same(**({} if reduce_dtype is None else {"rtol": 1e-2, "atol": 1e-2}))
+    assert gatherer.staged_bytes == 0
+    element_sizes = {buffer.element_size() for buffer in reducer._outgoing._buffers.values()}
+    assert element_sizes == ({4} if reduce_dtype is None else {2, 4})
+    optimizer.detach()
+    assert gatherer.staged_bytes > 0
+    for param in twins.model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.assert_replicas_equal()
 
 
 # ---------------------------------------- unused parameters -------------------------------------
