@@ -27,6 +27,8 @@ class Channel(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def whose(self) -> str: ...  # added to what a rank is doing: who does it, of several
     def all_gather_bytes(self, payload: bytes) -> list[bytes]: ...
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes: ...
 
@@ -49,7 +51,7 @@ class RanksDisagree(ValueError):
 def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> None:
     """Raise :class:`RanksDisagree` on all ranks unless all hold the same lines, and do the same:
     the subject is what a rank is doing, and is compared first."""
-    mine = [_as_text(line) for line in (subject, *lines)]
+    mine = [_as_text(line) for line in (f"{subject}{channel.whose}", *lines)]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(channel.all_gather_bytes(digest))) > 1:
         raise difference(channel, mine)

@@ -90,6 +90,7 @@ class Attaches(Parts):
             reduce_dtype,
             lazy_gather,
             self._announce_in_join,
+            self._is_in_join,
             self._steps,
         )
         # Else hooks would go on taking gradients away from whoever comes next.
@@ -121,8 +122,6 @@ class Attaches(Parts):
         finally:
             self._attachment = None
             self._transport.add_to_note("then detached")
-            if self._transport.refusal is None:
-                self._shards.settle()
 
     def wait(self) -> None:
         """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
@@ -216,7 +215,10 @@ class Attaches(Parts):
         self._drop_gradients()
 
     def _announce_in_join(self, turn: Turn) -> Party | None:
-        return self._announce(turn) if self._join_config.enable else None
+        return self._announce(turn) if self._is_in_join() else None
+
+    def _is_in_join(self) -> bool:
+        return bool(self._join_config.enable)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import flat_range, is_dense
 from onecopy.feeds import DDPFeed, Feed, ModuleFeed, has_foreign_hook
-from onecopy.gatherer import LentBefore
+from onecopy.gatherer import Lender
 from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
@@ -44,10 +44,11 @@ class Attachment:
         reduce_dtype: torch.dtype | None,
         lazy_gather: bool,
         announce: Callable[[Turn], Party | None],
+        is_in_join: Callable[[], bool],
         steps: int,
     ) -> None:
-        """``announce`` tells ranks that have joined (see ``Join``) what comes; so many ``steps``
-        have been taken."""
+        """``announce`` tells ranks that have joined (see ``Join``) what comes; ``is_in_join`` tells
+        whether there may be any; so many ``steps`` have been taken."""
         self._transport = transport
         self._steps = steps
         self._is_scaled = False  # while a step is taken by our scaler
@@ -57,7 +58,9 @@ class Attachment:
         self.divides_by_all = True  # also by ranks that have joined
         self.reducer = Reducer(transport, reduce_dtype, shards.local.master_dtype)
         if isinstance(module, DistributedDataParallel):
-            self.feed: Feed = DDPFeed(module, self.reducer, transport, self.zero_grad, self._enter)
+            self.feed: Feed = DDPFeed(
+                module, self.reducer, transport, self.zero_grad, self._enter, is_in_join
+            )
             modules = [module, module.module]
         else:
             self.feed = ModuleFeed(module, self.reducer, self._begin, self.zero_grad)
@@ -109,15 +112,17 @@ class Attachment:
         joined = len(party.borrowers) if party is not None and not self.divides_by_all else 0
         self.reducer.share = 1 / (world - joined)
 
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> LentBefore | None:
-        """The plan, or the memory of the parameters, is another one. What of the reducer's memory
-        the gatherer may use, when gradients have passed through it."""
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        """The plan, or the memory of the parameters, is another one."""
         self.reducer.prepare(plan, params)
         self.feed.follow(params)
         if self._lazy is not None:
             self._lazy.follow(plan, params)
-        lent = self.reducer.lent
-        return None if lent is None else LentBefore(lent, self.reducer.make_free)
+
+    @property
+    def lender(self) -> Lender:
+        """Gradients have left its memory when parameters are gathered."""
+        return self.reducer
 
     def catch_up(self) -> None:
         """Parameters were added to the plan, on all ranks; their gradients are still local."""
@@ -176,14 +181,13 @@ class Attachment:
         """Everything is undone even if a collective fails; then that is raised. If that has
         happened before, nothing is waited for."""
         shards = self._shards
-        shards.follower = None
+        shards.follower, shards.gathers_lazily = None, False
         self._transport.when_disagreeing = do_nothing
         if self._transport.refusal is not None:
             shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
             undoing.callback(self._transport.neighbours.forget)
-            shards.gathers_lazily = False
-            undoing.callback(shards.gatherer.give_up_staging)
+            undoing.callback(shards.gatherer.give_up_staging)  # it may be the reducer's
             if self._lazy is not None:
                 undoing.callback(self._lazy.remove)
             for patch in self._patches:

@@ -196,6 +196,7 @@ class Staging:
         key = self._key(turn, like)
         if key not in self._buffers:
             self._buffers[key] = self._allocate(key, like)
+        assert numel <= self._sizes[key]
         return self._buffers[key][:numel]
 
     def lender(self, turn: int, like: torch.Tensor) -> SharedMemory | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onecopy.agreement import require_agreement
+from onecopy.agreement import agree, require_agreement
 from onecopy.fingerprints import fingerprint
 from onecopy.join import Party
 from onecopy.parts import Parts
@@ -86,6 +86,27 @@ class Checks(Parts):
             with contextlib.suppress(Exception):
                 self._sentry.finish()
             self._sentry.unseal()
+
+    def _require_unharmed_state(self) -> None:
+        """Before it is written down: else what has flipped would come back with every restart.
+        Collective, with ``check_every``."""
+        sentry = self._sentry
+        if sentry is None:
+            return
+
+        def prepare() -> list[str]:
+            names = self._roster.names
+            sentry.inspect_now()
+            for name, said in zip(names, sentry.suspicions(len(names)), strict=True):
+                if said:
+                    raise RuntimeError(
+                        f"the state of {name} has changed although no step was taken: {said}. It "
+                        "is not saved: go back to an earlier checkpoint. If your code writes into "
+                        "the state, let it say so: optimizer.state = optimizer.state"
+                    )
+            return []
+
+        agree(self._transport, "looking at the state before it is saved", prepare)
 
     def _state_has_changed(self) -> None:
         if self._sentry is not None:

@@ -7,7 +7,6 @@ and schedulers the optimizer has; ``backward()`` returns with updated parameters
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.feeds import after_ddp
+from onecopy.feeds import AfterJoinHook, after_ddp, in_backward
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -41,13 +40,13 @@ def hook_with_zero_step(
     """
     del shard_buckets
     _require_partners(ddp, zero)
+    AfterJoinHook(ddp, zero._take_part_joined)
 
     def step_after(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(state, bucket)
-        if bucket.is_last():
-            # No backward: this rank has run out of inputs, and takes its part as ``Join`` says.
-            with contextlib.suppress(RuntimeError):
-                after_ddp(zero._step_in_backward)
+        # A rank that has run out of inputs is in no backward: its turn comes when DDP is through.
+        if bucket.is_last() and in_backward():
+            after_ddp(zero._step_in_backward)
         return future
 
     # DDP looks at the annotations, and wants the classes themselves.

@@ -7,7 +7,7 @@ what it owns; all else is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,8 @@ class Ways:
     one_host: bool = False  # gloo: ranks read in one another's memory
     in_place: bool = False  # parameters_as_bucket_view
     lazily: bool = False  # all gathers may be under way together
+    # Whether the gathers of a stream lend the memory that its gradients have left.
+    lends_anew: Callable[[int], bool] = lambda _: False
     is_dense: Callable[[int], bool] = lambda _: True  # a parameter, in memory
 
 
@@ -37,7 +39,6 @@ class GatherStaging:
     def __init__(self, plan: Plan, ways: Ways) -> None:
         self._copied: dict[_Key, int] = {}  # in bytes, on every rank
         self._lent: dict[_Key, _Buffer] = {}
-        self._lazily = ways.lazily
         if plan.world_size == 1:
             return
         together = left_in_flight(len(plan.buckets), ways.lazily)
@@ -47,15 +48,12 @@ class GatherStaging:
             copied = staged_elements(plan, turn, ways) * stream.itemsize
             self._copied[key] = max(self._copied.get(key, 0), copied)
             key = (turn % max(LENT, together), stream.device, stream.dtype)
-            if ways.one_host:
+            if ways.one_host and not ways.lends_anew(bucket.stream):
                 lent = self._lent.setdefault(key, _Buffer())
                 lent.demand_slots(plan, turn, _lent(stream.itemsize))
 
-    def on(self, rank: int, beside: ReduceStaging | None = None) -> int:
-        """``beside`` the staging of gradients: what these have left is lent anew."""
-        free = beside.lent if beside is not None and not self._lazily else ()
-        lent = sum(b.on_rank(rank) for key, b in self._lent.items() if key not in free)
-        return sum(self._copied.values()) + lent
+    def on(self, rank: int) -> int:
+        return sum(self._copied.values()) + sum(b.on_rank(rank) for b in self._lent.values())
 
 
 def _lent(itemsize: int) -> Callable[[int], int]:
@@ -123,22 +121,16 @@ class ReduceStaging:
         """``wire_of`` a stream says in what dtype its gradients travel."""
         self._outgoing: dict[_Key, int] = {}  # in bytes, on every rank
         self._incoming: dict[_Key, _Buffer] = {}
-        self._lends = ways.one_host and plan.world_size > 1
-        depth = LENT if self._lends else IN_FLIGHT
+        lends = ways.one_host and plan.world_size > 1
+        depth = LENT if lends else IN_FLIGHT
         for number, bucket in enumerate(plan.buckets):
             device, wire = plan.streams[bucket.stream].device, wire_of(bucket.stream)
-            dtype = str(wire).removeprefix("torch.")
-            key = (number % depth, device, dtype)
+            key = (number % depth, device, str(wire))
             numbytes = bucket.numel * wire.itemsize
             self._outgoing[key] = max(self._outgoing.get(key, 0), numbytes)
-            key = (number % IN_FLIGHT, device, dtype)
+            key = (number % IN_FLIGHT, device, str(wire))
             incoming = self._incoming.setdefault(key, _Buffer())
             incoming.demand_slots(plan, number, _received(plan, number, ways, wire.itemsize))
-
-    @property
-    def lent(self) -> Collection[_Key]:
-        """The buffers that neighbours read."""
-        return self._outgoing.keys() if self._lends else ()
 
     def on(self, rank: int) -> int:
         return sum(self._outgoing.values()) + sum(b.on_rank(rank) for b in self._incoming.values())

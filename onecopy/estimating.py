@@ -63,13 +63,10 @@ class Estimate:
         """What one rank holds after a step: the fields are those of ``memory_report()``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
-        gradients, staging = self._gradient_bytes, 0
-        beside = None
+        gradients, staging = self._gradient_bytes, self._gather_staging.on(rank)
         if self.setting.attached:
             gradients = sum(held[rank] for held in self._held_gradients)
-            beside = self._reduce_staging
-            staging = beside.on(rank)
-        staging += self._gather_staging.on(rank, beside)
+            staging += self._reduce_staging.on(rank)
         return MemoryReport(
             parameters=self._parameter_bytes,
             gradients=gradients,
@@ -190,6 +187,11 @@ class Estimate:
         given = self.setting.reduce_dtype if param.is_floating_point() else None
         return given or grad_dtype(param)
 
+    def _lends_anew(self, stream: int) -> bool:
+        setting, param = self.setting, self.subject.tensor(self.plan.streams[stream].params[0])
+        is_eager = setting.attached and not setting.lazy_gather
+        return is_eager and self._wire_dtype(stream) == param.dtype
+
     @cached_property
     def _ways(self) -> Ways:
         return Ways(
@@ -197,6 +199,7 @@ class Estimate:
             one_host=self.setting.backend == "gloo",
             in_place=self.setting.parameters_as_bucket_view,
             lazily=self.setting.lazy_gather,
+            lends_anew=self._lends_anew,
             is_dense=lambda param: is_dense(self.subject.tensor(param)),
         )
 

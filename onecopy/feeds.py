@@ -7,14 +7,17 @@ callback that autograd runs when the backward that queued it is complete.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import is_dense
@@ -41,10 +44,6 @@ class Feed(Protocol):
     @property
     def has_raised(self) -> bool:
         """Whether a backward, of which the other ranks send gradients, has begun and not ended."""
-
-    def finish_joined(self) -> None:
-        """On a rank that has run out of inputs: the backward of the others that it only joined in
-        has ended."""
 
     def remove(self) -> None:
         """Feed nothing any more."""
@@ -159,9 +158,6 @@ class ModuleFeed:
     def has_raised(self) -> bool:
         return self._reducer.is_active and not in_backward()
 
-    def finish_joined(self) -> None:
-        pass  # the optimizer itself tells such a rank of every backward
-
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -244,6 +240,45 @@ def _as_laid_out(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad.as_strided(param.shape, param.stride(), grad.storage_offset())
 
 
+class AfterJoinHook:
+    """``join_hook`` of a DDP module, for ``Join``: what DDP does on a rank that has run out of
+    inputs, and then something of ours, before the next of those that take part has its turn."""
+
+    def __init__(self, ddp: DistributedDataParallel, then: Callable[[], None]) -> None:
+        self._of_ddp = weakref.ref(ddp)
+        self._then = then
+        ddp.__dict__["join_hook"] = self
+
+    def __call__(self, **kwargs: Any) -> JoinHook:
+        ddp: Any = self._of_ddp()  # it is asked for its hook, so it exists
+        return _Followed(type(ddp).join_hook(ddp, **kwargs), self._then)
+
+    def remove(self) -> None:
+        ddp = self._of_ddp()
+        if ddp is not None and ddp.__dict__.get("join_hook") is self:
+            del ddp.__dict__["join_hook"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        ddp: Any = copy.deepcopy(self._of_ddp(), memo)
+        return functools.partial(DistributedDataParallel.join_hook, ddp)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (DistributedDataParallel.join_hook, self._of_ddp())
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed(JoinHook):
+    hook: JoinHook
+    then: Callable[[], None]
+
+    def main_hook(self) -> None:
+        self.hook.main_hook()
+        self.then()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.hook.post_hook(is_last_joiner)
+
+
 class DDPFeed:
     """DDP's communication hook.
 
@@ -258,8 +293,10 @@ class DDPFeed:
         transport: Transport,
         abandon: Callable[[], None],
         enter: Callable[[], None],
+        is_in_join: Callable[[], bool],
     ) -> None:
-        """``enter`` is called when a backward begins, on all ranks."""
+        """``enter`` is called when a backward begins, on all ranks; ``is_in_join`` tells whether
+        some may have run out of inputs."""
         if ddp not in _switches:
             _switches[ddp] = _Switch(ddp)
         self._of_ddp = weakref.ref(ddp)  # which holds on to this through its hook
@@ -274,7 +311,9 @@ class DDPFeed:
         self._abandon = abandon
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
+        self._is_in_join = weakref.WeakMethod(is_in_join)
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
+        self._joining = AfterJoinHook(ddp, self._finish_joined)
 
     def _before_forward(self, *_: Any) -> None:
         if self.has_raised or (self._must_start_over and not in_backward()):
@@ -304,15 +343,14 @@ class DDPFeed:
                 self._is_queued = False
             self._enter()
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
-            self._reducer.begin(keeps_back=self._ddp_waits_for_joined)
+            self._reducer.begin(keeps_back=self._ddp_waits_for_joined())
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             index = self._index.get(param)  # DDP also has what was frozen and is not ours
             if index is not None:
                 self._reducer.arrived(index, _as_laid_out(param, grad))
-        if bucket.is_last() and not self._is_queued and not self._ddp_waits_for_joined:
+        if bucket.is_last() and not self._is_queued and not self._reducer.keeps_back:
             self._reducer.end(present=set())
 
-    @property
     def _ddp_waits_for_joined(self) -> bool:
         """Whether DDP's own end of a backward waits for ranks that have joined.
 
@@ -321,9 +359,11 @@ class DDPFeed:
         waiting, neither would ever go on. So buckets leave when DDP is through.
         """
         ddp: Any = self._of_ddp()
-        return bool(ddp._join_config.enable and ddp.find_unused_parameters)
+        is_in_join = self._is_in_join()
+        return bool(ddp.find_unused_parameters and is_in_join is not None and is_in_join())
 
-    def finish_joined(self) -> None:
+    def _finish_joined(self) -> None:
+        """DDP is through with a backward of the others, on a rank that has run out of inputs."""
         if self._reducer.is_active and not self._is_queued:
             self._reducer.end(present=set())
 
@@ -367,6 +407,7 @@ class DDPFeed:
 
     def remove(self) -> None:
         self._handle.remove()
+        self._joining.remove()
         if self._switch.feed is self:
             self._switch.feed = None
 

@@ -64,7 +64,7 @@ class Checksums:
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # words, and where the sum goes
         self._rests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: list[int] = []  # to be read the long way, by position
-        for index, cell in zip(larger, self._cells, strict=False):
+        for index, cell in zip(larger, self._cells[: len(larger)], strict=True):
             self._prepare(index, self._tensors[index].detach(), cell)
         self._numbers: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         start = len(larger)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
 
 from onecopy.buffers import FlatHomes, Staging
 from onecopy.ledger import Phase
+from onecopy.lending import SharedMemory
 from onecopy.plan import Plan
-from onecopy.transfers import Journey, Lending, Site, Transfer, packed, route_of
+from onecopy.transfers import Journey, Lending, Route, Site, Transfer, packed, route_of
 from onecopy.transport import Transport
 
 IN_FLIGHT = 3
@@ -19,16 +20,25 @@ IN_FLIGHT = 3
 # more than 1024 may be open, and a letter to each of them, of which a box holds 1024.
 LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
-# that is ahead of them can go on.
+# that is ahead of them can go on. Gradients have as many.
 LENT = IN_FLIGHT + 1
 
 
-@dataclass(frozen=True, slots=True)
-class LentBefore:
-    """Memory that others have lent to neighbours before a step, and that gathers may lend anew."""
+class Lendable(NamedTuple):
+    """Memory that neighbours can read, and all of it as a tensor."""
 
-    staging: Staging
-    make_free: Callable[[int], None]  # for a bucket: nobody of this rank needs what is in it
+    memory: SharedMemory
+    buffer: torch.Tensor
+
+
+class Lender(Protocol):
+    """Whoever has memory that neighbours can read and that is hardly needed during a step."""
+
+    def lendable(self, bucket: int, dtype: torch.dtype) -> Lendable | None:
+        """Room for a bucket of that dtype, if there is any."""
+
+    def make_free(self, bucket: int) -> None:
+        """Nobody of this rank needs any more what is in there; neighbours may."""
 
 
 def left_in_flight(buckets: int, lazy: bool) -> int:
@@ -52,7 +62,7 @@ class Gatherer:
         self._launched: dict[int, Journey] = {}  # by bucket, those nobody has waited for
         self._staging = Staging(IN_FLIGHT)
         self._lent = Staging(LENT)
-        self._lent_before: LentBefore | None = None
+        self._lender: Lender | None = None
         self._is_lazy = False
         self._most = IN_FLIGHT
         self.order: Sequence[int] = ()  # in which the buckets are to be started
@@ -60,7 +70,7 @@ class Gatherer:
     def give_up_staging(self) -> None:
         """It is about to change: no bucket can travel before ``prepare``."""
         self.wait()
-        self._transfers, self._lent_before = None, None
+        self._transfers, self._lender = None, None
         self._staging, self._lent = Staging(IN_FLIGHT), Staging(LENT)
 
     def prepare(
@@ -69,7 +79,7 @@ class Gatherer:
         params: Sequence[torch.Tensor],
         homes: FlatHomes | None,
         lazy: bool,
-        lent_before: LentBefore | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """Decide how each bucket travels. To be repeated when the plan or a storage changes.
 
@@ -94,25 +104,33 @@ class Gatherer:
         staging = self._staging = Staging(self._most)
         self._lent = Staging(max(LENT, together), self._transport.memory_to_lend)
         # What is under way when a step is over would still be read in the next backward.
-        self._lent_before = None if lazy else lent_before
-        lent = self._lent if self._lent_before is None else self._lent_before.staging
+        self._lender = None if lazy else lender
         routes = [route_of(Site(self._transport, homes, plan, memory, b)) for b in buckets]
         for turn, route in enumerate(routes):
             if route.staged:
                 staging.demand(turn, route.staged, route.like)
-            if route.lent:
-                lent.demand(turn, route.lent_slot, route.like)
+            if route.lent and self._lendable(turn, route) is None:
+                self._lent.demand(turn, route.lent_slot, route.like)
         transfers = []
         for turn, route in enumerate(routes):
             buffer = staging.reserve(turn, route.staged, route.like) if route.staged else None
             transfer = route.transfer(buffer)
             if route.lent:
-                part = lent.reserve(turn, sum(p.numel() for p in route.lent), route.like)
-                shared = lent.lender(turn, route.like)
-                assert shared is not None
-                transfer.lending = Lending(shared, part, packed(route.lent, part))
+                room = self._lendable(turn, route) or self._lendable_of_its_own(turn, route)
+                part = room.buffer[: sum(piece.numel() for piece in route.lent)]
+                transfer.lending = Lending(room.memory, part, packed(route.lent, part))
             transfers.append(transfer)
         self._transfers = transfers
+
+    def _lendable(self, bucket: int, route: Route) -> Lendable | None:
+        """Memory of the lender's for this rank's part of a bucket."""
+        return None if self._lender is None else self._lender.lendable(bucket, route.like.dtype)
+
+    def _lendable_of_its_own(self, bucket: int, route: Route) -> Lendable:
+        buffer = self._lent.reserve(bucket, route.lent_slot, route.like)
+        memory = self._lent.lender(bucket, route.like)
+        assert memory is not None
+        return Lendable(memory, buffer)
 
     def start(self, bucket: int) -> None:
         """Send this rank's part of a bucket, and receive the others', in the background."""
@@ -123,8 +141,8 @@ class Gatherer:
         # Those that pass through the same memory; if none was waited for before its turn, the
         # first of as many as may be under way.
         self.wait([other for other in self._launched if other % self._most == turn])
-        if self._lent_before is not None:
-            self._lent_before.make_free(bucket)
+        if self._lender is not None:
+            self._lender.make_free(bucket)
         with torch.no_grad(), self._transport.ledger.launching(Phase.GATHER, bucket):
             self._launched[bucket] = transfer.start(self._transport)
 
@@ -152,7 +170,7 @@ class Gatherer:
 
     @property
     def is_prepared(self) -> bool:
-        """Not if there was too little memory, or if there were too few files."""
+        """Not if there was too little memory or too few files, nor after ``give_up_staging``."""
         return self._transfers is not None
 
     def _prepared(self) -> list[Transfer]:

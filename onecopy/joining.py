@@ -21,6 +21,8 @@ class Joins(Parts):
         an attached optimizer averages over the ranks that still have inputs, as DDP does."""
         if self._attachment is not None:
             self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        if self._steps_in_backward:  # when DDP has had its turn: see ``ddp_hooks.py``
+            return OptimizerJoinHook(lambda: None, self._leave_join)
         return OptimizerJoinHook(self._take_part_joined, self._leave_join)
 
     def _leave_join(self) -> None:
@@ -47,8 +49,6 @@ class Joins(Parts):
 
     def _take_part_joined(self) -> None:
         """What the others do, on a rank that has run out of inputs."""
-        if self._attachment is not None:
-            self._attachment.feed.finish_joined()
         while True:
             party = find_party(self._transport, Turn.JOINED)
             assert party is not None

@@ -47,6 +47,7 @@ class KeepsState(Parts):
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
         self._require_usable()
+        self._require_unharmed_state()
         self._bring_masters_up_to_date()
         self._full_state.gather(self._transport, self._shards, self.param_groups, self._steps, to)
 
@@ -178,6 +179,7 @@ class KeepsState(Parts):
         """
         self._require_usable()
         self._transport.enter(f"saving to {path}")
+        self._require_unharmed_state()
         self._follow_changes()
         self._bring_masters_up_to_date()
         save(
@@ -242,6 +244,7 @@ class KeepsState(Parts):
         """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
         self._require_usable()
         self._transport.enter("showing the state for a checkpoint")
+        self._require_unharmed_state()
         self._follow_changes()
         self._bring_masters_up_to_date()
         tree: dict[str, Any] = {}

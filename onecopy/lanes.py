@@ -112,10 +112,13 @@ class Lane:
             places.append(Place(segment.param, segment.start, segment.stop, is_whole, target))
         self.places = tuple(places)
 
+    def leaves_through_memory_of(self, other: Lane) -> bool:
+        return _are_in_one_place(self.outgoing, other.outgoing)
+
     def shares_staging_with(self, other: Lane) -> bool:
         """Whether they cannot be under way together."""
-        pairs = (self.outgoing, other.outgoing), (self.incoming, other.incoming)
-        return any(a.numel() and a.data_ptr() == b.data_ptr() for a, b in pairs)
+        arrive_in_one_place = _are_in_one_place(self.incoming, other.incoming)
+        return self.leaves_through_memory_of(other) or arrive_in_one_place
 
     def view(self, piece: Piece, rank: int, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
         """The gradient of a piece of this rank, in the form of the inner optimizer's tensor."""
@@ -156,6 +159,10 @@ class Lane:
             parts = [each[start : start + run] for each in contributions]
             _add(self.slot[start : start + run], self.holds, *parts)
         self.holds = True
+
+
+def _are_in_one_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(a.numel()) and a.data_ptr() == b.data_ptr()
 
 
 def _add(slot: torch.Tensor, holds: bool, first: torch.Tensor, *others: torch.Tensor) -> None:

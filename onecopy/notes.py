@@ -23,6 +23,7 @@ class Notes:
     """Where each rank was last seen, kept in the store of the user's group."""
 
     store: Any
+    lobby: Lobby
     rank: int
     world_size: int
     count: int = 0
@@ -41,6 +42,12 @@ class Notes:
             # A note is for diagnosis: without a store, training goes on.
             with contextlib.suppress(RuntimeError):
                 self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
+
+    def knock(self) -> None:
+        """An optimizer is built: tell ranks of other process groups, too, which may wait for this
+        one by mistake."""
+        if self.world_size > 1:
+            self.lobby.write()
 
     def take_back(self, text: str) -> None:
         """What the last note has said did not come to pass."""
@@ -80,7 +87,10 @@ class Notes:
             for (_, text), ranks in places.items()
         )
         who = "the ranks are doing different things, or one was lost"
-        if missing:
+        strayed = [rank for rank in missing if seen[rank].is_elsewhere]
+        if strayed:
+            who = "the ranks build optimizers for different process groups"
+        elif missing:
             who = f"{name_ranks(missing)} did not arrive"
         elif ended:
             who = f"{name_ranks(ended)} ended"
@@ -91,7 +101,13 @@ class Notes:
         if self.store is None:
             return None
         try:
-            return [self._read_one(self._key(rank)) for rank in range(self.world_size)]
+            seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
+            if _NEVER_SEEN not in seen:
+                return seen
+            return [
+                self.lobby.read(rank) or note if note.number <= 1 else note
+                for rank, note in enumerate(seen)
+            ]
         except RuntimeError:  # it went down with the rank that hosts it
             return None
 
@@ -109,6 +125,45 @@ class _Note(NamedTuple):
     number: int  # how many notes the rank has written: the same on ranks that are level
     text: str
     since: str
+    is_elsewhere: bool = False  # it builds an optimizer for another process group
+
+
+@dataclass(frozen=True, slots=True)
+class Lobby:
+    """For which process group each rank of the job has last built an optimizer: in the store of
+    the default group, where ranks of all groups look."""
+
+    store: Any
+    group: str  # this one, as others know it
+    members: Sequence[int]  # its ranks in the job
+
+    @classmethod
+    def of(cls, group: Any) -> Lobby:
+        members = dist.get_process_group_ranks(group)
+        name = f"{group.group_name} of {name_ranks(members)} of the job"
+        everybody = dist.group.WORLD
+        store = None if everybody is None else _store_for_notes(everybody)
+        return cls(store, name, members)
+
+    def write(self) -> None:
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                text = f"{time.strftime('%H:%M:%S')}|{self.group}"
+                self.store.set(self._key(dist.get_rank()), text)
+
+    def read(self, rank: int) -> _Note | None:
+        """Of a rank of this group."""
+        key = self._key(self.members[rank])
+        if self.store is None or not self.store.check([key]):
+            return None
+        clock, group = self.store.get(key).decode().split("|", 1)
+        text = f"building an optimizer for process group {group}"
+        is_elsewhere = group != self.group
+        return _Note(0 if is_elsewhere else 1, text, f", since {clock}", is_elsewhere)
+
+    @staticmethod
+    def _key(member: int) -> str:
+        return f"onecopy/building/{member}"
 
 
 _REPORT = "onecopy/report"
@@ -121,7 +176,8 @@ _notes: weakref.WeakKeyDictionary[Any, Notes] = weakref.WeakKeyDictionary()
 def notes_of(group: Any) -> Notes:
     notes = _notes.get(group)
     if notes is None:
-        notes = Notes(_store_for_notes(group), dist.get_rank(group), dist.get_world_size(group))
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        notes = Notes(_store_for_notes(group), Lobby.of(group), rank, world_size)
         _notes[group] = notes
     return notes
 

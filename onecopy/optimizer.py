@@ -242,6 +242,8 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
         if unfrozen or not self._shards.is_confirmed:
             self._take_in(unfrozen)
         self._shards.follow_memory()
+        if self._attachment is not None:
+            self._attachment.catch_up()
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
@@ -266,8 +268,6 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             agree(self._transport, what, prepare)
         self._shards.is_confirmed, self._loaded = True, []
         self._shards.settle()
-        if self._attachment is not None:
-            self._attachment.catch_up()
 
     # ------------------------------------------------------------------ step
 

@@ -93,6 +93,10 @@ class Parts(Optimizer, Joinable):
         """What tells this rank's step from that of a rank that did something else before."""
         raise NotImplementedError
 
+    def _require_unharmed_state(self) -> None:
+        """Before it is written down. Collective."""
+        raise NotImplementedError
+
     def _state_has_changed(self) -> None:
         """As it should, between two steps."""
         raise NotImplementedError

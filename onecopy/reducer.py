@@ -30,18 +30,18 @@ import torch
 
 from onecopy.agreement import RanksDisagree, name_ranks, require_agreement
 from onecopy.buffers import Staging, in_layout_of, is_dense
-from onecopy.gatherer import IN_FLIGHT, LENT
+from onecopy.gatherer import IN_FLIGHT, LENT, Lendable
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
 from onecopy.plan import Plan
-from onecopy.transport import Pending, Transport, do_nothing
+from onecopy.transport import GATHER_TAGS, Pending, Transport, do_nothing
 from onecopy.verdict import Verdict
 from onecopy.words import plural
 
 # Tags are apart from those of the gathers and of other attachments: ranks on which one backward
 # reaches several attached modules may launch their buckets in different orders.
-_TAGS_EACH, _ATTACHMENTS = 1 << 20, 4000
+_TAGS_EACH, _ATTACHMENTS = GATHER_TAGS, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ class Reducer:
         self.share = 1 / transport.world_size  # what a rank's gradient counts in the average
 
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
-        """Follow a plan. What is held stays, if the plan only grew."""
+        """Follow a plan. What is held stays, if the plan only grew. If there is too little memory,
+        the one before goes on."""
         forms = [(param.shape, param.stride(), param.dtype, param.device) for param in params]
         if plan is self._plan and forms == self._forms:  # no more than addresses have changed
             return
@@ -127,35 +128,43 @@ class Reducer:
         if are_others or plan.buckets[: len(self._lanes)] != self._plan.buckets:
             self.drop()
             self._lanes = []
-        self._plan, self._params, self._forms = plan, params, forms
         dtypes = self._reduce_dtype, self._master_dtype
-        for bucket in range(len(self._lanes), len(plan.buckets)):
-            self._lanes.append(Lane.of(plan, bucket, params, self._transport, *dtypes))
+        new = range(len(self._lanes), len(plan.buckets))
+        lanes = [
+            *self._lanes,
+            *(Lane.of(plan, bucket, params, self._transport, *dtypes) for bucket in new),
+        ]
+        self._transport.neighbours.forget()
+        outgoing, incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
+        for lane in lanes:
+            outgoing.demand(lane.bucket, lane.numel, lane.wire)
+            incoming.demand(lane.bucket, lane.room, lane.wire)
+        for lane in lanes:  # may fail: nothing has been changed yet
+            outgoing.reserve(lane.bucket, lane.numel, lane.wire)
+            incoming.reserve(lane.bucket, lane.room, lane.wire)
+        self._plan, self._params, self._forms = plan, params, forms
+        self._lanes, self._outgoing, self._incoming = lanes, outgoing, incoming
         self._is_dense = list(map(is_dense, params))
         self._lanes_of = {}
-        for number, lane in enumerate(self._lanes):
+        for number, lane in enumerate(lanes):
+            lane.settle(plan, params, outgoing, incoming)
             for index in lane.params:
                 self._lanes_of.setdefault(index, []).append(number)
-        self._transport.neighbours.forget()
-        self._outgoing, self._incoming = self._outgoing_staging(), Staging(IN_FLIGHT)
-        for lane in self._lanes:
-            self._outgoing.demand(lane.bucket, lane.numel, lane.wire)
-            self._incoming.demand(lane.bucket, lane.room, lane.wire)
-        for lane in self._lanes:
-            lane.settle(plan, params, self._outgoing, self._incoming)
         self._views = self._all_views()
 
-    @property
-    def lent(self) -> Staging | None:
-        """The memory in which neighbours read gradients, if there are any."""
-        return self._outgoing if self._transport.neighbours else None
+    def lendable(self, bucket: int, dtype: torch.dtype) -> Lendable | None:
+        """The memory through which the gradients of a bucket leave, for the gatherer."""
+        lane = self._lanes[bucket]
+        if lane.memory is None or lane.wire.dtype != dtype:
+            return None
+        return Lendable(lane.memory, lane.outgoing)
 
     @torch.no_grad()
     def make_free(self, bucket: int) -> None:
-        """This rank needs nothing more of what is in the memory through which a bucket leaves;
-        neighbours may."""
+        """Add up whatever leaves through the memory of this bucket: what this rank itself
+        contributes is in it until then."""
         lane = self._lanes[bucket]
-        while any(flight.lane.shares_staging_with(lane) for flight in self._flights):
+        while any(flight.lane.leaves_through_memory_of(lane) for flight in self._flights):
             self._land()
 
     def _outgoing_staging(self) -> Staging:
@@ -179,6 +188,11 @@ class Reducer:
     def is_active(self) -> bool:
         """Whether a backward is under way."""
         return self._phase is not None
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether in the backward that is under way no bucket leaves before its end."""
+        return self._phase is not None and self._phase.keeps_back
 
     @property
     def planned(self) -> Collection[int]:

@@ -321,12 +321,15 @@ class _Seal:
         """Is the state what it was when it was sealed?"""
         if self._sealed is None or not len(self._sealed):
             return
-        # If somebody has put other tensors in their place, these are what was sealed.
-        steady = self._steady or self._as_labelled()
-        if steady is None:
+        state = self._contents()
+        tensors = [content.tensor for content in state]
+        if self._steady is not None and self._steady.are_of(tensors):
+            now = self._steady.now()
+        elif self._labels == [content.label for content in state]:
+            now = Checksums(tensors).now()
+        else:
             self._sealed = None  # state was taken away or added by hand
             return
-        now = steady.now()
         if now.device.type == "cpu" and torch.equal(now, self._sealed):
             return  # elsewhere the answer would have to be waited for
         changed = now.to(self._sealed.device) != self._sealed
@@ -334,13 +337,6 @@ class _Seal:
             self._changed_at = torch.zeros_like(self._sealed)
         is_first = changed & (self._changed_at == 0)
         self._changed_at = torch.where(is_first, step, self._changed_at)
-
-    def _as_labelled(self) -> Checksums | None:
-        """Of the state as it is now, if it has the same labels as when it was sealed."""
-        state = self._contents()
-        if self._labels != [content.label for content in state]:
-            return None
-        return Checksums([content.tensor for content in state])
 
     def settle(self, suspicions: dict[int, str]) -> None:
         """Write down what has been noticed so far."""

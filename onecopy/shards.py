@@ -16,7 +16,7 @@ import torch
 
 from onecopy.buffers import FlatHomes
 from onecopy.condition import Condition
-from onecopy.gatherer import Gatherer, LentBefore
+from onecopy.gatherer import Gatherer, Lender
 from onecopy.intake import GroupPolicy
 from onecopy.local import GradientsOf, LocalOptimizer
 from onecopy.plan import Plan
@@ -31,7 +31,9 @@ Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
 class Follower(Protocol):
     """Somebody who must know of every change of the plan or of the memory."""
 
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> LentBefore | None: ...
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
+    @property
+    def lender(self) -> Lender: ...
 
 
 class Shards:
@@ -121,11 +123,12 @@ class Shards:
             self._homes.adopt(self.plan, self.roster.params)
         self.local.rebind()
         self.gatherer.give_up_staging()
-        lent_before = None
+        lender = None
         if self.follower is not None:
-            lent_before = self.follower.follow(self.plan, self.roster.params)
+            self.follower.follow(self.plan, self.roster.params)
+            lender = self.follower.lender
         self.gatherer.prepare(
-            self.plan, self.roster.params, self._homes, self.gathers_lazily, lent_before
+            self.plan, self.roster.params, self._homes, self.gathers_lazily, lender
         )
         self._memory.remember(self.roster.planned(self.plan))
         self._left_out = [self.roster.params[i] for i in self.roster.unplanned(self.plan)]
@@ -158,8 +161,6 @@ class Shards:
 
     def follow_memory(self) -> None:
         """Parameters that were given new memory keep their pieces, if they look the same."""
-        if not self.gatherer.is_prepared:  # that has failed, and is tried once more
-            self.settle()
         if self._memory.has_moved():
             if (
                 self._transport.world_size > 1
@@ -167,6 +168,8 @@ class Shards:
                 or self.local.master_dtype is not None
             ):
                 self._memory.require_same_form()
+            self.settle()
+        elif not self.gatherer.is_prepared:  # that has failed, or the optimizer was detached
             self.settle()
 
     def step(

@@ -21,7 +21,6 @@ from onecopy.neighbours import Loan
 from onecopy.plan import Piece, Plan
 from onecopy.transport import Part, Pending, Transport
 
-_TAG = 0  # of what neighbours lend: it is launched in the same order on all ranks
 # Below this, a message of its own costs more than a copy.
 WORTH_ITS_OWN_MESSAGE = 64 * 1024
 
@@ -43,7 +42,8 @@ class Transfer:
             return Journey(transport.all_gather_slots(self.slots))
         if self.lending is not None:
             self.lending.fill(transport)  # may fail: nothing is under way yet
-        loans, borrowing = transport.borrow([each.lender for each in self.borrowings], _TAG)
+        lenders = [each.lender for each in self.borrowings]
+        loans, borrowing = transport.borrow(lenders, transport.tag)
         if self.lending is not None:
             self.lending.tell(transport)
         return Journey(Pending.together([borrowing, transport.share(self.parts)]), loans)
@@ -80,7 +80,7 @@ class Lending:
     def tell(self, transport: Transport) -> None:
         """The readers may read it."""
         readers = [rank for rank in transport.others if rank in transport.neighbours]
-        transport.lend(self.memory, dict.fromkeys(readers, self.part), _TAG)
+        transport.lend(self.memory, dict.fromkeys(readers, self.part), transport.tag)
 
 
 @dataclass(slots=True)

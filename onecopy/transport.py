@@ -37,7 +37,9 @@ from onecopy.waiting import keep_for_ever, wait_interruptibly
 # Who is on the same host, by group: found once, by all ranks together.
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
 _attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
+_optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
 _DEFAULT_PATIENCE = timedelta(minutes=30)
+GATHER_TAGS = 1 << 20  # those below are of gathers, the others of gradients
 
 
 def do_nothing() -> None:
@@ -99,16 +101,20 @@ class Transport:
         self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
         self.ledger = Ledger(self.traffic)
+        # All ranks build their optimizers in the same order, so it is the same on all.
+        self.number = _optimizers.get(self.user_group, 0)
         self._notes = notes_of(self.user_group)
         self.compares_phases = False  # ONECOPY_CHECK=step
         self.when_disagreeing: Callable[[], None] = do_nothing
         self.note("building an optimizer")
+        self._notes.knock()
         self._group = self.user_group
         self.neighbours = Neighbourhood(self.rank, self.world_size)
         with self.naming_absentees():
             self._group = private_group(self.user_group, self._greatest_of_user_group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.neighbours = self._find_neighbours()
+        _optimizers[self.user_group] = self.number + 1
         weakref.finalize(self, self.neighbours.forget)
 
     def _greatest_of_user_group(self, value: int) -> int:
@@ -119,9 +125,14 @@ class Transport:
 
     # ------------------------------------------------------------------ who was where
 
+    @property
+    def whose(self) -> str:
+        """Which optimizer of the process group this is; of the first, nothing is said."""
+        return f" (optimizer {self.number + 1} of the process group)" if self.number else ""
+
     def note(self, text: str, same_place: bool = False) -> None:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
-        self._notes.write(text, same_place)
+        self._notes.write(text if same_place else f"{text}{self.whose}", same_place)
 
     def take_back(self, text: str) -> None:
         """The last note was of something that did not come to pass."""
@@ -295,11 +306,17 @@ class Transport:
     def _send_to_all(self, part: Part) -> list[Any]:
         if part.owner != self.rank:
             source = self._global_ranks[part.owner]
-            return [dist.irecv(part.tensor, source, group=self._group)]
+            return [dist.irecv(part.tensor, source, group=self._group, tag=self.tag)]
         return [
-            dist.isend(part.tensor, self._global_ranks[rank], group=self._group)
+            dist.isend(part.tensor, self._global_ranks[rank], group=self._group, tag=self.tag)
             for rank in self._receivers(part)
         ]
+
+    @property
+    def tag(self) -> int:
+        """Of parameters under way. Why one for each optimizer: if ranks step two of them in
+        different orders, each waits for what it will not get, instead of taking the other's."""
+        return self.number % GATHER_TAGS
 
     def _receivers(self, part: Part) -> list[int]:
         others = self.others

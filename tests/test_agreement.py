@@ -31,6 +31,8 @@ class Wire:
 class FakeChannel:
     """One rank of a world of threads, with the strictness of real collectives."""
 
+    whose = ""
+
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire = wire
         self.rank = rank

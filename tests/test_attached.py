@@ -94,20 +94,18 @@ def test_gathers_lend_the_memory_that_gradients_have_left(
     attach = {"reduce_dtype": reduce_dtype}
     twins = AttachedTwins(world, Mlp(), SGD, feed, zero=zero, attach=attach, lr=0.1)
     optimizer = twins.optimizer
-    gatherer, reducer = optimizer._shards.gatherer, optimizer._attachment.reducer
+    gatherer = optimizer._shards.gatherer
     assert len(optimizer._plan.buckets) > 2 * LENT
     for _ in range(3):
         twins.backward()
         twins.step()
         twins.assert_same(**({} if reduce_dtype is None else {"rtol": 1e-2, "atol": 1e-2}))
-    assert gatherer.staged_bytes == 0
-    element_sizes = {buffer.element_size() for buffer in reducer._outgoing._buffers.values()}
-    assert element_sizes == ({4} if reduce_dtype is None else {2, 4})
+    assert (gatherer.staged_bytes == 0) == (reduce_dtype is None)
     optimizer.detach()
-    assert gatherer.staged_bytes > 0
     for param in twins.model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
+    assert gatherer.staged_bytes > 0
     optimizer.assert_replicas_equal()
 
 
