@@ -138,6 +138,7 @@ IN_ONE_STEP = LOST + "Last seen:\n  ranks 0-1: in step 10, attached, since 20:10
     ("said", "is_enough"),
     [
         (IN_ONE_STEP, True),
+        (IN_ONE_STEP.replace("in step 10, attached", "in backward 1 after step 9"), True),
         (IN_ONE_STEP.replace("ranks 0-1: in step 10", "ranks 0-1: step 10 finished"), False),
         (IN_ONE_STEP.replace("ranks 0-1", "rank 0"), False),
         (IN_ONE_STEP + "  rank 2: in step 9\n", False),
@@ -145,12 +146,12 @@ IN_ONE_STEP = LOST + "Last seen:\n  ranks 0-1: in step 10, attached, since 20:10
         (IN_ONE_STEP.replace(", or one was lost", ""), False),
     ],
 )
-def test_a_survivor_in_the_step_of_the_lost_rank_names_nobody_and_is_counted_apart(
+def test_a_survivor_at_the_place_of_the_lost_rank_names_nobody_and_is_counted_apart(
     tmp_path: Path, said: str, is_enough: bool
 ) -> None:
     job = judged_survivor(tmp_path, said)
     assert (not job.faults, job.tally.unnamed) == (is_enough, is_enough), job.faults
-    assert f"{job.tally.unnamed} lost in the same step as the survivor" in str(job.tally)
+    assert f"{job.tally.unnamed} lost where the survivor was" in str(job.tally)
 
 
 def test_a_checkpoint_is_complete_when_rank_0_says_so(tmp_path: Path) -> None:
