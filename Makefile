@@ -54,7 +54,7 @@ races: $(VENV)/.installed ## RUNS=200 seeded runs with random delays, overlap on
 chaos: $(VENV)/.installed ## kill ranks at TRIALS=50 chosen moments: does the training go on as if nothing had been?
 	$(BIN)/python trials/chaos.py --trials $(or $(TRIALS),50) $(if $(SEED),--seed $(SEED))
 
-fuzz: $(VENV)/.installed ## tens of thousands of bad inputs, other ones each time (TIMES=20)
+fuzz: $(VENV)/.installed ## bad inputs of all kinds, other ones each time (TIMES=20)
 	ONECOPY_FUZZ=$(TIMES) $(BIN)/pytest -m "" tests/test_fuzz_*.py
 
 audit: $(AUDIT_VENV)/.installed ## known advisories of everything that is pinned; needs the network

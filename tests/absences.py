@@ -174,15 +174,34 @@ def fails_in_backward(optimizer: ZeroRedundancyOptimizer, module: Any, rank: Ran
     iterates(optimizer, module, rank)
 
 
-def does_not_sync_ddp(rank: Rank) -> None:
-    module = small_model()
-    ddp = DistributedDataParallel(module, process_group=rank.group)
-    optimizer = rank.build(module.parameters())
-    optimizer.attach(ddp)
-    backward(ddp, rank.world.rank)
-    optimizer.step()
-    rank.part()
-    rank.either(iterates, does_not_sync)(optimizer, ddp, rank)
+def accumulates_in_no_sync(optimizer: ZeroRedundancyOptimizer, module: Any, rank: Rank) -> None:
+    with optimizer.no_sync():
+        backward(module, rank.world.rank)
+    iterates(optimizer, module, rank)
+
+
+def accumulates_in_ddp(optimizer: ZeroRedundancyOptimizer, ddp: Any, rank: Rank) -> None:
+    with ddp.no_sync():
+        backward(ddp, rank.world.rank)
+    iterates(optimizer, ddp, rank)
+
+
+def under_ddp(
+    usual: Callable[..., Any], odd: Callable[..., Any], attach: bool = True
+) -> Callable[[Rank], None]:
+    """The same under DDP, attached to it or drop-in."""
+
+    def script(rank: Rank) -> None:
+        module = small_model()
+        ddp = DistributedDataParallel(module, process_group=rank.group)
+        optimizer = rank.build(module.parameters())
+        if attach:
+            optimizer.attach(ddp)
+        iterates(optimizer, ddp, rank)
+        rank.part()
+        rank.either(usual, odd)(optimizer, ddp, rank)
+
+    return script
 
 
 LOST = Found.IN_TIME
@@ -316,12 +335,35 @@ ELSEWHERE = (
     ),
     Row(
         "no_sync on one rank, DDP",
-        does_not_sync_ddp,
+        under_ddp(iterates, does_not_sync),
         ("ODD: in step 2, attached, after 0 backwards raised RuntimeError", "was not averaged"),
         own="was not averaged",
         found=LOST,
         is_about_messages=True,
         says_then=("ODD: in step 2, attached, after 0 backwards", "OTHERS: in backward 1 after"),
+    ),
+    Row(
+        "no_sync not on one rank",
+        attached(accumulates_in_no_sync, accumulates),
+        ("ODD: in", "after 2 backwards", "OTHERS: in step 2, attached, after 1 backward"),
+        found=LOST,
+        says_then=("ODD: in backward 2 after step 1", "OTHERS: in step 2"),
+    ),
+    Row(
+        "no_sync not on one rank, DDP",
+        under_ddp(accumulates_in_no_sync, accumulates),
+        ("ODD: in", "after 2 backwards", "OTHERS: in step 2, attached, after 1 backward"),
+        found=LOST,
+        says_then=("ODD: in backward 2 after step 1", "OTHERS: in step 2"),
+    ),
+    Row(
+        "no_sync not on one rank, drop-in under DDP",
+        under_ddp(accumulates_in_ddp, accumulates, attach=False),
+        ("ODD: step 1 finished", "OTHERS: in step 2"),
+        own="Timed out waiting",  # gloo's words, in DDP
+        found=LOST,
+        is_about_messages=True,
+        asked=LOST,
     ),
     Row(
         "clipping alone",

@@ -3,13 +3,16 @@
     python interrupted.py <scenario> <rank> <port of the store> <directory> <"send" or "lend">
 
 Rank 0 does what the scenario says. Rank 1 takes part in the beginning, then stays away and alive,
-or exits, too. The group's timeout is ten minutes: nobody may wait for that. What is lent is awaited
-in another way than what is sent.
+is stopped, or exits, too. The group's timeout is ten minutes: nobody may wait for that, but for
+somebody who is stopped, where it is a few seconds. What is lent is awaited in another way than what
+is sent.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -28,7 +31,8 @@ SCENARIO, RANK, PORT, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]
 neighbours.WORTH_LENDING = 1 if sys.argv[5] == "lend" else sys.maxsize
 torch.set_num_threads(1)
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False)
-dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=timedelta(minutes=10))
+TIMEOUT = timedelta(seconds=4) if SCENARIO.startswith("stopped") else timedelta(minutes=10)
+dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=TIMEOUT)
 MODEL = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
 
 
@@ -155,6 +159,31 @@ def caught() -> None:
         MODEL.zero_grad()
         gc.collect()  # and nothing waits for what was under way
         say("tidy")
+
+
+# ---------------------------------------- stopped ----------------------------------------
+
+
+def without_the_other(wait: Callable[[], Any]) -> None:
+    """Rank 1 stops as a machine without power does: no connection is closed. What rank 0 says."""
+    together()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        wait()
+    except RuntimeError as error:
+        say(f"{time.monotonic() - start:.1f} s: {error}")
+
+
+def stopped_before_a_step() -> None:
+    optimizer = made(attach=False)
+    without_the_other(optimizer.step)
+
+
+def stopped_before_a_backward() -> None:
+    optimizer = made()
+    without_the_other(lambda: (backward(), optimizer.step()))
 
 
 # ---------------------------------------- exiting ----------------------------------------

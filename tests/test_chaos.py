@@ -105,6 +105,12 @@ def test_a_port_that_is_always_taken_ends_with_a_summary(monkeypatch: pytest.Mon
     assert str(tally).startswith("chaos: 0 of 5 kills")
 
 
+def judged_survivor(directory: Path, said: str) -> chaos.Job:
+    first = life(name="0.0", errors={0: said} if said else {}, **KILLED)
+    last = life(done=2, started=1.0, curves={0: {STEPS: (1.0).hex()}})
+    return judged(directory, [first, last], code=0, on_machines=True)
+
+
 @pytest.mark.parametrize(
     ("said", "is_enough"),
     [
@@ -119,11 +125,33 @@ def test_a_port_that_is_always_taken_ends_with_a_summary(monkeypatch: pytest.Mon
 def test_the_survivor_of_a_machine_must_name_the_lost_rank(
     tmp_path: Path, said: str, is_enough: bool
 ) -> None:
-    first = life(name="0.0", errors={0: said} if said else {}, **KILLED)
-    last = life(done=2, started=1.0, curves={0: {STEPS: (1.0).hex()}})
-    job = judged(tmp_path, [first, last], code=0, on_machines=True)
+    job = judged_survivor(tmp_path, said)
     assert (not job.faults) == is_enough, job.faults
-    assert job.tally.missed == 0
+    assert (job.tally.missed, job.tally.unnamed) == (0, 0)
+
+
+LOST = "RuntimeError: a collective failed: the ranks are doing different things, or one was lost. "
+IN_ONE_STEP = LOST + "Last seen:\n  ranks 0-1: in step 10, attached, since 20:10:57\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_enough"),
+    [
+        (IN_ONE_STEP, True),
+        (IN_ONE_STEP.replace("in step 10, attached", "in backward 1 after step 9"), True),
+        (IN_ONE_STEP.replace("ranks 0-1: in step 10", "ranks 0-1: step 10 finished"), False),
+        (IN_ONE_STEP.replace("ranks 0-1", "rank 0"), False),
+        (IN_ONE_STEP + "  rank 2: in step 9\n", False),
+        (IN_ONE_STEP + "ValueError: and then something else\n", False),
+        (IN_ONE_STEP.replace(", or one was lost", ""), False),
+    ],
+)
+def test_a_survivor_at_the_place_of_the_lost_rank_names_nobody_and_is_counted_apart(
+    tmp_path: Path, said: str, is_enough: bool
+) -> None:
+    job = judged_survivor(tmp_path, said)
+    assert (not job.faults, job.tally.unnamed) == (is_enough, is_enough), job.faults
+    assert f"{job.tally.unnamed} lost where the survivor was" in str(job.tally)
 
 
 def test_a_checkpoint_is_complete_when_rank_0_says_so(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 SCRIPT = Path(__file__).with_name("interrupted.py")
 PATIENCE = 90.0  # seconds to start and to come to a place, on a busy machine
 PROMPT = 30.0  # seconds to exit; the group's timeout is ten minutes
+STOPPED_TIMEOUT = 4.0  # the group's, where a rank is stopped
 SLOW = pytest.mark.slow
 CRASHES = ("terminate called", "Fatal Python error", "Segmentation", "core dumped", "Exception ign")
 
@@ -96,8 +97,10 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others(how: str, place: str, tmp_
         assert "end" not in output
 
 
-@SLOW
-@pytest.mark.parametrize(("how", "place"), PLACES)
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [each if each in QUICK else pytest.param(*each, marks=SLOW) for each in PLACES],
+)
 def test_sigterm_ends_a_rank_that_waits_for_the_others(
     how: str, place: str, tmp_path: Path
 ) -> None:
@@ -108,6 +111,21 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others(
         code, _, errors = ranks.end_of(0, PROMPT)
         assert code == -signal.SIGTERM, errors
         assert not errors
+
+
+@pytest.mark.parametrize("how", ["send", "lend"])
+@pytest.mark.parametrize("scenario", ["stopped_before_a_step", "stopped_before_a_backward"])
+def test_a_rank_that_is_stopped_and_not_dead_is_named_within_the_timeout(
+    scenario: str, how: str, tmp_path: Path
+) -> None:
+    """As a machine that is without power: nothing resets connections."""
+    with two_ranks(scenario, tmp_path, how) as ranks:
+        code, output, errors = ranks.end_of(0, PATIENCE + PROMPT)
+        assert (code, errors) == (0, "")
+        seconds, _, said = output.partition(" s: ")
+        assert STOPPED_TIMEOUT - 1 < float(seconds) < STOPPED_TIMEOUT + 10
+        assert "rank 1 did not arrive" in said
+        assert said.endswith("end\n")
 
 
 @pytest.mark.parametrize("how", ["send", "lend"])

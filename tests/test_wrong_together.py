@@ -5,6 +5,7 @@ The rows are in `disagreements.py` and `absences.py`; `together.py` runs and jud
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,16 @@ LOST = [row for row in ROWS if row.found is Found.IN_TIME]
 AT_ONCE = [row for row in ROWS if row.found is Found.AT_ONCE]
 ASKED = [row for row in ROWS if row.found is not row.asked]
 BATCHES = 6
+PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
 
 
 def test_the_table_is_long_and_its_rows_have_names_of_their_own() -> None:
     assert len(ROWS) >= 40
     assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_the_page_says_how_many_rows_there_are() -> None:
+    assert re.findall(r"a table of (\d+) rows", PAGE.read_text()) == [str(len(ROWS))]
 
 
 @distributed(2, 3, timeout=240, pg_timeout=PATIENCE)
