@@ -43,11 +43,11 @@ class Notes:
             with contextlib.suppress(RuntimeError):
                 self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
 
-    def knock(self) -> None:
+    def building(self, is_over: bool = False) -> None:
         """An optimizer is built: tell ranks of other process groups, too, which may wait for this
         one by mistake."""
         if self.world_size > 1:
-            self.lobby.write()
+            self.lobby.write("" if is_over else self.lobby.group)
 
     def take_back(self, text: str) -> None:
         """What the last note has said did not come to pass."""
@@ -130,8 +130,8 @@ class _Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lobby:
-    """For which process group each rank of the job has last built an optimizer: in the store of
-    the default group, where ranks of all groups look."""
+    """For which process group each rank of the job builds an optimizer: in the store of the
+    default group, where ranks of all groups look."""
 
     store: Any
     group: str  # this one, as others know it
@@ -145,10 +145,10 @@ class Lobby:
         store = None if everybody is None else _store_for_notes(everybody)
         return cls(store, name, members)
 
-    def write(self) -> None:
+    def write(self, group: str) -> None:
         if self.store is not None:
             with contextlib.suppress(RuntimeError):
-                text = f"{time.strftime('%H:%M:%S')}|{self.group}"
+                text = f"{time.strftime('%H:%M:%S')}|{group}"
                 self.store.set(self._key(dist.get_rank()), text)
 
     def read(self, rank: int) -> _Note | None:
@@ -157,6 +157,8 @@ class Lobby:
         if self.store is None or not self.store.check([key]):
             return None
         clock, group = self.store.get(key).decode().split("|", 1)
+        if not group:
+            return None
         text = f"building an optimizer for process group {group}"
         is_elsewhere = group != self.group
         return _Note(0 if is_elsewhere else 1, text, f", since {clock}", is_elsewhere)

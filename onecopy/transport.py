@@ -107,7 +107,7 @@ class Transport:
         self.compares_phases = False  # ONECOPY_CHECK=step
         self.when_disagreeing: Callable[[], None] = do_nothing
         self.note("building an optimizer")
-        self._notes.knock()
+        self._notes.building()
         self._group = self.user_group
         self.neighbours = Neighbourhood(self.rank, self.world_size)
         with self.naming_absentees():
@@ -115,6 +115,7 @@ class Transport:
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.neighbours = self._find_neighbours()
         _optimizers[self.user_group] = self.number + 1
+        self._notes.building(is_over=True)
         weakref.finalize(self, self.neighbours.forget)
 
     def _greatest_of_user_group(self, value: int) -> int:
