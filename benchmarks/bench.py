@@ -10,7 +10,7 @@ The tables are printed, kept in docs/benchmarks/bench.json, and written with plo
 docs/benchmarks.md, where a run that differs from the one before shows as a diff.
 
     make bench                                              # some twenty minutes on two cores
-    make bench FULL=1                                       # everything: an hour or two
+    make bench FULL=1                                       # everything: some two hours
     .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy
 """
 
@@ -37,7 +37,7 @@ from results import Table, table_from_json, to_json
 from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
-QUICK_ROUNDS, FULL_ROUNDS = 6, 9
+QUICK_ROUNDS, FULL_ROUNDS = 6, 5
 # Where a turn is short, a disturbance weighs more, and another turn costs less.
 OFTEN = {"gpt-short": 2, "tiny": 3, "conv": 2, "muon": 4}
 # The methods of a quick run, which fit into one heat.
@@ -143,7 +143,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         epilog="A run of a part of the tables or methods is printed, and not written to files.",
     )
-    parser.add_argument("--full", action="store_true", help="all tables, more rounds")
+    parser.add_argument("--full", action="store_true", help="all tables and methods")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--wire", nargs="+", help="loopback, or speeds in Gbit/s")

@@ -123,6 +123,10 @@ def bucket_bytes(module: nn.Module) -> int:
     """Of DDP's buckets, if they are memory beside the gradients."""
     if not isinstance(module, DistributedDataParallel) or module.gradient_as_bucket_view:
         return 0
+    return parameter_bytes(module)
+
+
+def parameter_bytes(module: nn.Module) -> int:
     return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
@@ -236,7 +240,9 @@ def ours(workload: Workload, module: nn.Module, views: bool = True, **attach: An
     trainee = plain_trainee(module, [optimizer])
     if attach:
         optimizer.attach(module, **attach)
-        buckets = bucket_bytes(module)
+        # DDP keeps its buckets, whether or not gradients are views of them.
+        is_under_ddp = isinstance(module, DistributedDataParallel)
+        buckets = parameter_bytes(module) if is_under_ddp else 0
         trainee.gradient_bytes = lambda: optimizer.memory_report().gradients + buckets
         trainee.finish = optimizer.wait
     return trainee
@@ -259,6 +265,11 @@ OURS = (
     Method("onecopy, no bucket views", "onecopy", lambda w: ours(w, under_ddp(w), views=False)),
     Method("onecopy, both kinds of views", "onecopy", lambda w: ours(w, under_ddp(w, views=True))),
     Method("onecopy attached to DDP", "onecopy", lambda w: ours(w, under_ddp(w), **EAGER)),
+    Method(
+        "onecopy attached to DDP, bucket views",
+        "onecopy",
+        lambda w: ours(w, under_ddp(w, views=True), **EAGER),
+    ),
     Method("onecopy attached", "onecopy", lambda w: ours(w, w.model(), **EAGER)),
     Method("onecopy attached, all through TCP", "onecopy", ours_through_tcp),
     Method("onecopy attached, lazy gather", "onecopy", lambda w: ours(w, w.model(), **LAZY)),

@@ -22,7 +22,7 @@ JSON = PICTURES / "bench.json"
 _OPENING = """\
 # Benchmarks
 
-This page is written by `make bench` (some twenty minutes on two cores) or `make bench FULL=1` (all methods and tables, more rounds), which set up an environment of their own
+This page is written by `make bench` (some twenty minutes on two cores) or `make bench FULL=1` (all methods and tables, some two hours), which set up an environment of their own
 with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that left the quartiles of the
 run before are printed.
 
@@ -44,7 +44,7 @@ namespaces, for the language models and, at 1 Gbit/s, for the others.
   compiles an extension, which counts as building. Its state includes a second copy of
   the rank's parameters, which it keeps in float32 whatever they are.
 - **fairscale**: `OSS` and `ShardedDataParallel`.
-- **onecopy**: drop-in under DDP, with bucket views or without; attached to DDP; attached to the bare module; the same with the gather of
+- **onecopy**: drop-in under DDP, with bucket views or without; attached to DDP, also with its `gradient_as_bucket_view`; attached to the bare module; the same with the gather of
   the parameters left to the next forward, and with gradients that travel in bfloat16. See [modes](modes.md). On loopback its ranks read
   large parts in one another's memory, which the others leave to TCP; *all through TCP* is the row without that. Memory of a
   neighbour that is mapped counts as this process's own in its peak.
