@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from together import Found, Rank, Row, backward, small_model, stepped, vector
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -204,7 +205,32 @@ def under_ddp(
     return script
 
 
+def in_another_order(do: Do) -> Callable[[Rank], None]:
+    """Of two optimizers that look the same, the odd rank has the second do it first."""
+
+    def script(rank: Rank) -> None:
+        group = rank.group or dist.new_group()  # in which nobody has built one
+        pair = [rank.trained(process_group=group) for _ in range(2)]
+        rank.part()
+        for optimizer in pair[:: rank.either(1, -1)]:
+            do(optimizer, rank)
+
+    return script
+
+
+def steps_in_another_order(rank: Rank) -> None:
+    """The same of two that are attached."""
+    group = rank.group or dist.new_group()
+    pair = [rank.attached(process_group=group) for _ in range(2)]
+    for _, module in pair:
+        backward(module, rank.world.rank)
+    rank.part()
+    for optimizer, _ in pair[:: rank.either(1, -1)]:
+        optimizer.step()
+
+
 LOST = Found.IN_TIME
+SECOND = "(optimizer 2 of the process group)"
 
 ELSEWHERE = (
     Row(
@@ -397,6 +423,30 @@ ELSEWHERE = (
         found=LOST,
         is_about_messages=True,
         asked=LOST,
+    ),
+    Row(
+        "two optimizers in another order",
+        in_another_order(steps),
+        (f"ODD: in step 2 {SECOND}", "OTHERS: in step 2"),
+        found=LOST,
+        is_about_messages=True,
+    ),
+    Row(
+        "two optimizers in another order, attached",
+        steps_in_another_order,
+        (f"ODD: in step 2, attached, after 1 backward {SECOND}", "OTHERS: in step 2, attached"),
+        found=LOST,
+        is_about_messages=True,
+    ),
+    Row(
+        "two optimizers consolidated in another order",
+        in_another_order(consolidates),
+        ("ODD: consolidating the state", "OTHERS: consolidating the state", SECOND),
+    ),
+    Row(
+        "two optimizers saved in another order",
+        in_another_order(saves),
+        ("ODD: saving", "OTHERS: saving", SECOND),
     ),
 )
 

@@ -166,6 +166,28 @@ def test_what_was_unfrozen_after_ddp_was_built_holds_nobody_up(
     compare(world, model, expected, exact=False)
 
 
+@distributed(2, 3, timeout=40, pg_timeout=8)
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find_unused_parameters"])
+def test_two_models_in_one_context(world: World, unused: bool) -> None:
+    """Joined ranks take part in the backwards of both before any step, as the others do."""
+    inputs = uneven(world)
+    models, expected = [build(Deep), build(Mlp)], [build(Deep), build(Mlp)]
+    for each in expected:
+        reference(world, each, lambda params: SGD(params, lr=0.1), inputs)
+    ddps = [DistributedDataParallel(model, find_unused_parameters=unused) for model in models]
+    opts = [sharded(model.parameters(), SGD, lr=0.1) for model in models]
+    for ddp, opt in zip(ddps, opts, strict=True):
+        opt.attach(ddp)
+    with Join([*ddps, *opts]):
+        for step in range(inputs[world.rank]):
+            for ddp, model in zip(ddps, models, strict=True):
+                feed(ddp, batch_of(model, world.rank, step)).backward()
+            for opt in opts:
+                opt.step()
+    for model, each in zip(models, expected, strict=True):
+        compare(world, model, each, exact=False)
+
+
 class OneLayer(nn.Linear):
     """A single tensor, which one rank owns."""
 

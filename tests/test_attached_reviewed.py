@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import GradScaler, ZeroRedundancyOptimizer
+from onecopy.gatherer import LENT
 
 
 class UsedTwice(nn.Module):
@@ -310,3 +312,70 @@ def test_the_memory_report_knows_gradients_that_wait_for_the_next_backward(world
     with optimizer.no_sync():
         model(model.batch((world.rank + 1, 1))).backward()
     assert optimizer.memory_report().gradients - before == 328 * 4
+
+
+class ScalesEach(nn.Module):
+    """The gradient of parameter i is the input times i + 1; a bucket for each."""
+
+    def __init__(self, lengths: Sequence[int], wide: Collection[int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(n, dtype=torch.bfloat16) for n in lengths)
+        for number in wide:
+            self.weights[number].grad_dtype = torch.float32
+
+    def forward(self, x: float) -> torch.Tensor:
+        terms = ((weight.float() * x).sum() * (i + 1) for i, weight in enumerate(self.weights))
+        return torch.stack(list(terms)).sum()
+
+
+@distributed(2, 3, timeout=40, pg_timeout=8)
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "a small last bucket"])
+@pytest.mark.parametrize("wide", [(8,), (1, 4), (0, 2, 4, 6, 8), (0,)], ids=str)
+def test_gradients_of_another_dtype_in_some_buckets(
+    world: World, wide: tuple[int, ...], is_even: bool
+) -> None:
+    """The first parameter is in the last bucket."""
+    if not hasattr(torch.ones(1), "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    length = 64 * world.size
+    model = ScalesEach([length if is_even else 3, *[length] * (2 * LENT)], wide)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), SGD, lr=1.0, bucket_mb=length * 2 / 2**20
+    )
+    optimizer.attach(model)
+    assert len(optimizer._plan.buckets) == 2 * LENT + 1
+    for step in range(3):
+        model(2.0 * world.rank).backward()
+        optimizer.step()
+        for i, weight in enumerate(model.weights):
+            expected = torch.full_like(weight, -(step + 1.0) * (world.size - 1) * (i + 1))
+            torch.testing.assert_close(weight.detach(), expected)
+
+
+@distributed(2, 3, timeout=40, pg_timeout=8)
+def test_buckets_leave_during_backward_again_after_join(world: World) -> None:
+    """Inside it they wait for DDP, which asks ranks that have joined for unused parameters."""
+    inputs = uneven(world)
+    model = build(Mlp)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = sharded(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(ddp)
+    reducer = optimizer._attachment.reducer
+    begin, kept = reducer.begin, []
+
+    def watched(keeps_back: bool = False) -> None:
+        kept.append(keeps_back)
+        begin(keeps_back)
+
+    def step(number: int) -> None:
+        ddp(batch_of(model, world.rank, number)).backward()
+        optimizer.step()
+
+    with mock.patch.object(reducer, "begin", watched):
+        step(0)
+        with Join([ddp, optimizer]):
+            for number in range(inputs[world.rank]):
+                step(number)
+        step(0)
+    assert kept == [False, *[True] * max(inputs), False]
+    optimizer.assert_replicas_equal()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.transport import Transport
 
 
 class HalfFrozen:
@@ -144,3 +148,49 @@ def test_one_is_frozen_and_another_unfrozen_under_the_same_ddp(
     step()
     train(always, first, later)
     step()
+
+
+@distributed(2, 3, timeout=40, pg_timeout=8)
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_memory_that_cannot_be_had_for_what_was_unfrozen(world: World, call: int) -> None:
+    """Files for memory that is lent run out, on all ranks; then there are some again."""
+    weights = torch.nn.ParameterList(torch.zeros(300 * world.size) for _ in range(6))
+    module = torch.nn.Module()
+    module.weights = weights
+    module.forward = lambda x: torch.stack(
+        [(weight * x).sum() * (i + 1) for i, weight in enumerate(weights)]
+    ).sum()
+    for weight in list(weights)[3:]:
+        weight.requires_grad_(False)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), SGD, lr=1.0, bucket_mb=1200 * world.size / 2**20
+    )
+    optimizer.attach(module)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        module(2.0 * world.rank).backward()
+
+    backward()
+    optimizer.step()
+    weights.requires_grad_(True)
+    real, calls = Transport.memory_to_lend, itertools.count(1)
+
+    def scarce(transport: Transport, numbytes: int) -> Any:
+        if next(calls) == call:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(transport, numbytes)
+
+    backward()
+    with (
+        mock.patch.object(Transport, "memory_to_lend", scarce),
+        pytest.raises(OSError, match="Too many open files"),
+    ):
+        optimizer.step()
+    before = [weight.detach().clone() for weight in weights]
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+        torch.testing.assert_close(weight.detach(), old - 2 * (world.size - 1) * (i + 1))
+    optimizer.assert_replicas_equal()

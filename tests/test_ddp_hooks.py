@@ -189,6 +189,28 @@ def test_uneven_inputs(world: World, hook: str, unused: bool) -> None:
     compare(world, model, expected, exact=False)
 
 
+@distributed(2, 3, timeout=40, pg_timeout=8)
+@EVERY_HOOK
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find_unused_parameters"])
+def test_two_models_in_one_join_context(world: World, hook: str, unused: bool) -> None:
+    inputs = uneven(world)
+    models, expected = [build(TiedNet), build(Mlp)], [build(TiedNet), build(Mlp)]
+    for each in expected:
+        reference(world, each, lambda params: SGD(params, lr=0.1), inputs)
+    ddps = [DistributedDataParallel(model, find_unused_parameters=unused) for model in models]
+    options = {"lr": 0.1, "overlap_with_ddp": True, "bucket_mb": SMALL_BUCKETS}
+    opts = [ZeroRedundancyOptimizer(model.parameters(), SGD, **options) for model in models]
+    for ddp, opt in zip(ddps, opts, strict=True):
+        ddp.register_comm_hook(None, HOOKS[hook](allreduce_hook, ddp, opt))
+    with Join([*ddps, *opts]):
+        for step in range(inputs[world.rank]):
+            for ddp, opt, model in zip(ddps, opts, models, strict=True):
+                opt.zero_grad()
+                ddp(batch_of(model, world.rank, step)).backward()
+    for model, each in zip(models, expected, strict=True):
+        compare(world, model, each, exact=False)
+
+
 @distributed(2, 3, timeout=20, pg_timeout=5)
 def test_a_scaler_that_is_switched_off_announces_nothing(world: World) -> None:
     """``step()`` does nothing, and that is no step that was skipped."""

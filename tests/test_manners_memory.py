@@ -21,7 +21,7 @@ from models import (
     assert_same_parameters,
 )
 from torch import nn
-from torch.optim import AdamW, lr_scheduler
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from onecopy import ZeroRedundancyOptimizer
 
@@ -225,6 +225,26 @@ def test_another_memory_format_after_construction_is_refused_by_name(
         return
     with pytest.raises(RuntimeError, match=r"first\.weight.*stride"):
         optimizer.step()
+
+
+@distributed(2, 3, timeout=40, pg_timeout=8)
+@BUCKET_VIEW
+@pytest.mark.parametrize("cls", [SGD, AdamW])
+def test_another_dtype_before_detach_is_refused_at_the_next_step(
+    world: World, cls: type[Optimizer], bucket_view: bool
+) -> None:
+    model = Mlp()
+    optimizer = sharded(model, cls, parameters_as_bucket_view=bucket_view)
+    optimizer.attach(model)
+    model(model.batch((world.rank,))).backward()
+    optimizer.step()
+    model.double()
+    optimizer.detach()
+    assert all(param.dtype is torch.float64 for param in model.parameters())
+    model(model.batch((world.rank,)).double()).backward()
+    with pytest.raises(RuntimeError, match="has changed since the optimizer was built"):
+        optimizer.step()
+    assert all(param.dtype is torch.float64 for param in model.parameters())
 
 
 @distributed(2)

@@ -8,11 +8,13 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from flips import flip
 from harness import World, distributed
 from models import Mlp
@@ -493,3 +495,117 @@ def test_state_of_a_class_that_does_not_step_by_bucket_is_watched(world: World) 
     training.backward()
     with pytest.raises(RuntimeError, match="rank 0: exp_avg_sq, before step 7"):
         training.optimizer.step(lambda: 1.0)
+
+
+def replaces(state: dict[str, Any]) -> None:
+    state["exp_avg"] = state["exp_avg"] + 1
+
+
+def gives_other_memory(state: dict[str, Any]) -> None:
+    state["exp_avg"].data = state["exp_avg"].data + 1
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("change", [replaces, gives_other_memory])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_state_in_other_memory_on_one_rank_is_noticed(
+    world: World, steps: int, change: Callable[[dict[str, Any]], None]
+) -> None:
+    training = Training(world, "drop-in", check_every=1)
+    training.step(steps)
+    if world.rank == 1:
+        for state in training.optimizer.state.values():
+            change(state)
+    with pytest.raises(RuntimeError, match=rf"rank 1: exp_avg, before step {steps + 1}"):
+        training.step()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_state_whose_memory_was_freed_is_looked_at_without_harm(world: World, steps: int) -> None:
+    """As it is when it waits elsewhere for its step."""
+    training = Training(world, "drop-in", check_every=100)
+    training.step(steps)
+    kept = [(tensor, tensor.clone()) for _, tensor in tensors_of_state(training.optimizer)]
+    for tensor, _ in kept:
+        tensor.untyped_storage().resize_(0)
+    with contextlib.suppress(RuntimeError):  # that it has changed
+        training.optimizer.assert_replicas_equal()
+    for tensor, copied in kept:
+        tensor.untyped_storage().resize_(copied.untyped_storage().nbytes())
+        tensor.copy_(copied)
+    training.optimizer.state = training.optimizer.state
+    training.step(2)
+
+
+# ------------------------------------------------------------------ before it is saved
+
+
+def saves(optimizer: ZeroRedundancyOptimizer, directory: Path) -> None:
+    optimizer.save(directory)
+
+
+def consolidates(optimizer: ZeroRedundancyOptimizer, _: Path) -> None:
+    optimizer.consolidate_state_dict()
+
+
+def saves_by_torch(optimizer: ZeroRedundancyOptimizer, directory: Path) -> None:
+    dcp.save({"optim": optimizer.sharded()}, checkpoint_id=directory)
+
+
+def loads(optimizer: ZeroRedundancyOptimizer, directory: Path) -> None:
+    optimizer.load(directory)
+
+
+def loads_by_torch(optimizer: ZeroRedundancyOptimizer, directory: Path) -> None:
+    dcp.load({"optim": optimizer.sharded()}, checkpoint_id=directory)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [(saves, loads), (saves_by_torch, loads_by_torch), (consolidates, None)],
+    ids=["save", "dcp", "consolidate"],
+)
+def test_state_in_which_a_bit_has_flipped_is_not_saved(
+    world: World, tmp_path: Path, save: Any, load: Any
+) -> None:
+    training = Training(world, "drop-in", check_every=100)
+    optimizer = training.optimizer
+    training.step(2)
+    save(optimizer, tmp_path)
+    torch.distributed.barrier()
+    files = contents_of(tmp_path)
+    torch.distributed.barrier()
+    before = full_state(optimizer)
+    training.step(2)
+    names = [name for name, _ in training.model.named_parameters()]
+    if world.rank == 1:
+        flip(dict(tensors_of_state(optimizer))["exp_avg"], random.Random(0))
+    with pytest.raises(RuntimeError, match=r"has changed although no step was taken") as caught:
+        save(optimizer, tmp_path)
+    text = str(caught.value)
+    assert any(f"({name})" in text for name in names), text
+    assert "It is not saved" in text
+    torch.distributed.barrier()
+    assert contents_of(tmp_path) == files
+    if load is not None:
+        again = Training(world, "drop-in", check_every=100)
+        load(again.optimizer, tmp_path)
+        for number, state in full_state(again.optimizer).items():
+            assert torch.equal(state["exp_avg"], before[number]["exp_avg"]), names[number]
+        again.step(2)
+
+
+def full_state(optimizer: ZeroRedundancyOptimizer) -> dict[int, Any]:
+    """On rank 0; nothing on others."""
+    optimizer.consolidate_state_dict()
+    state: dict[int, Any] = {}
+    if torch.distributed.get_rank() == 0:
+        state = optimizer.state_dict()["state"]
+        assert state
+    return state
+
+
+def contents_of(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
