@@ -102,7 +102,7 @@ class Checks(Parts):
                     raise RuntimeError(
                         f"the state of {name} has changed although no step was taken: {said}. It "
                         "is not saved: go back to an earlier checkpoint. If your code writes into "
-                        "the state, let it say so: optimizer.state = optimizer.state"
+                        "the state, or to load over it, say so: optimizer.state = optimizer.state"
                     )
             return []
 

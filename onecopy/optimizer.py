@@ -147,6 +147,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
+        self._transport.count_optimizer()
         self._transport.compares_phases = self._check_steps
         self.defaults = self._local.defaults
         self._policies.remember_flags(self._roster.policies, self.param_groups)

@@ -101,8 +101,7 @@ class Transport:
         self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
         self.ledger = Ledger(self.traffic)
-        # All ranks build their optimizers in the same order, so it is the same on all.
-        self.number = _optimizers.get(self.user_group, 0)
+        self.number = _optimizers.get(self.user_group, 0)  # the same on all ranks
         self._notes = notes_of(self.user_group)
         self.compares_phases = False  # ONECOPY_CHECK=step
         self.when_disagreeing: Callable[[], None] = do_nothing
@@ -114,7 +113,6 @@ class Transport:
             self._group = private_group(self.user_group, self._greatest_of_user_group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.neighbours = self._find_neighbours()
-        _optimizers[self.user_group] = self.number + 1
         self._notes.building(is_over=True)
         weakref.finalize(self, self.neighbours.forget)
 
@@ -233,6 +231,10 @@ class Transport:
 
     def count_attachment(self) -> None:
         _attachments[self.user_group] = self.attachments + 1
+
+    def count_optimizer(self) -> None:
+        """An optimizer was built, and all ranks know of it."""
+        _optimizers[self.user_group] = self.number + 1
 
     def patience(self) -> float:
         """Seconds that a collective waits; the user may change them at any time."""

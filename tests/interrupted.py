@@ -27,6 +27,8 @@ from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer, neighbours
 
+# Ignored in what a shell has started in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 SCENARIO, RANK, PORT, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 neighbours.WORTH_LENDING = 1 if sys.argv[5] == "lend" else sys.maxsize
 torch.set_num_threads(1)
