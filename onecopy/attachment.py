@@ -7,7 +7,6 @@ summed over the ranks during backward, each rank its own share, and ``param.grad
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
 from onecopy.norm import clip_coefficient, total_norm
+from onecopy.patches import ZeroGrad
 from onecopy.pieces import gradient_held_in
 from onecopy.plan import Piece, Plan
 from onecopy.reducer import Reducer
@@ -65,7 +65,7 @@ class Attachment:
         else:
             self.feed = ModuleFeed(module, self.reducer, self._begin, self.zero_grad)
             modules = [module]
-        self._patches = [_ZeroGrad(each, self.zero_grad) for each in modules]
+        self._patches = [ZeroGrad(each, self.zero_grad) for each in modules]
         self.reducer.when_dropped = transport.when_disagreeing = self.feed.start_over
         self._lazy = LazyWaits(module, shards.gatherer) if lazy_gather else None
         shards.gathers_lazily = lazy_gather
@@ -336,7 +336,7 @@ def require_attachable(
             f"the optimizer has parameters that are not in the module: {_some(outside)}. Attach it "
             "to a module that holds all of them"
         )
-    if isinstance(module.__dict__.get("zero_grad"), _ZeroGrad):
+    if ZeroGrad.is_on(module):
         raise ValueError("another optimizer is attached to this module: call its detach() first")
     if isinstance(module, DistributedDataParallel):
         complex_ones = [n for n, p in module.named_parameters() if p.is_complex()]
@@ -376,31 +376,3 @@ def send_from_first_rank(transport: Transport, module: torch.nn.Module) -> None:
             transport.share([Part(0, sent)]).wait()
             memory.copy_(sent)
     torch.autograd.graph.increment_version(list(tensors))
-
-
-class _ZeroGrad:
-    """``module.zero_grad`` that reaches the optimizer's share of the gradients too."""
-
-    def __init__(self, module: torch.nn.Module, drop: Callable[[], None]) -> None:
-        self._module = weakref.ref(module)
-        self._drop = weakref.WeakMethod(drop)
-        module.__dict__["zero_grad"] = self
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        module, drop = self._module(), self._drop()
-        if module is not None:
-            type(module).zero_grad(module, set_to_none)
-        if drop is not None:
-            drop()
-
-    def remove(self) -> None:
-        module = self._module()
-        if module is not None and module.__dict__.get("zero_grad") is self:
-            del module.__dict__["zero_grad"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module: Any = copy.deepcopy(self._module(), memo)
-        return functools.partial(torch.nn.Module.zero_grad, module)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (torch.nn.Module.zero_grad, self._module())

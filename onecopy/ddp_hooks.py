@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.feeds import AfterJoinHook, after_ddp, in_backward
+from onecopy.feeds import after_ddp, in_backward
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.patches import AfterJoinHook
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 

@@ -7,20 +7,18 @@ callback that autograd runs when the backward that queued it is complete.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import is_dense
+from onecopy.patches import AfterJoinHook
 from onecopy.reducer import Reducer
 from onecopy.transport import Transport, average_as_ddp
 from onecopy.watch import is_unfinished
@@ -238,45 +236,6 @@ def _as_laid_out(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if grad.stride() == param.stride() or not is_dense(param):
         return grad
     return grad.as_strided(param.shape, param.stride(), grad.storage_offset())
-
-
-class AfterJoinHook:
-    """``join_hook`` of a DDP module, for ``Join``: what DDP does on a rank that has run out of
-    inputs, and then something of ours, before the next of those that take part has its turn."""
-
-    def __init__(self, ddp: DistributedDataParallel, then: Callable[[], None]) -> None:
-        self._of_ddp = weakref.ref(ddp)
-        self._then = then
-        ddp.__dict__["join_hook"] = self
-
-    def __call__(self, **kwargs: Any) -> JoinHook:
-        ddp: Any = self._of_ddp()  # it is asked for its hook, so it exists
-        return _Followed(type(ddp).join_hook(ddp, **kwargs), self._then)
-
-    def remove(self) -> None:
-        ddp = self._of_ddp()
-        if ddp is not None and ddp.__dict__.get("join_hook") is self:
-            del ddp.__dict__["join_hook"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        ddp: Any = copy.deepcopy(self._of_ddp(), memo)
-        return functools.partial(DistributedDataParallel.join_hook, ddp)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (DistributedDataParallel.join_hook, self._of_ddp())
-
-
-@dataclass(frozen=True, slots=True)
-class _Followed(JoinHook):
-    hook: JoinHook
-    then: Callable[[], None]
-
-    def main_hook(self) -> None:
-        self.hook.main_hook()
-        self.then()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.hook.post_hook(is_last_joiner)
 
 
 class DDPFeed:

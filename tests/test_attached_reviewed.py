@@ -330,7 +330,7 @@ class ScalesEach(nn.Module):
 
 @distributed(2, 3, timeout=40, pg_timeout=8)
 @pytest.mark.parametrize("is_even", [True, False], ids=["even", "a small last bucket"])
-@pytest.mark.parametrize("wide", [(8,), (1, 4), (0, 2, 4, 6, 8), (0,)], ids=str)
+@pytest.mark.parametrize("wide", [(8,), (7,), (1, 4), (0, 2, 4, 6, 8), (0,)], ids=str)
 def test_gradients_of_another_dtype_in_some_buckets(
     world: World, wide: tuple[int, ...], is_even: bool
 ) -> None:

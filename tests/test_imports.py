@@ -57,6 +57,7 @@ ORDER = (
     "full_state",
     "restore",
     "join",
+    "patches",
     "feeds",
     "norm",
     "lazy",
