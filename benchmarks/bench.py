@@ -9,8 +9,8 @@ network namespaces over a cable of 1 or 10 Gbit/s, if this is root. Bytes are th
 The tables are printed, kept in docs/benchmarks/bench.json, and written with plots into
 docs/benchmarks.md, where a run that differs from the one before shows as a diff.
 
-    make bench                                              # some twenty minutes on two cores
-    make bench FULL=1                                       # everything: some two hours
+    make bench                                              # some ten minutes on two cores
+    make bench FULL=1                                       # everything: more than an hour
     .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy
 """
 
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any
 import costs
 import machine
 import page
-from goals import ATTACHED, LAZY
+from goals import ATTACHED, LAZY, NARROW
 from heats import REFERENCES, Course, Entry, run
 from hosts import LOOPBACK, NoHosts, Wire, two_hosts
 from methods import METHODS
@@ -37,10 +38,9 @@ from results import Table, table_from_json, to_json
 from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
-QUICK_ROUNDS, FULL_ROUNDS = 6, 5
 # Where a turn is short, a disturbance weighs more, and another turn costs less.
-OFTEN = {"gpt-short": 2, "tiny": 3, "conv": 2, "muon": 4}
-# The methods of a quick run, which fit into one heat.
+ROUNDS = {"gpt": 5, "gpt-short": 6, "tiny": 9, "conv": 6, "muon": 9}
+# One of each kind, which fit into one heat; the others are variants of them.
 CORE = (
     *REFERENCES,
     *("FSDP2", "DeepSpeed ZeRO-1", "fairscale OSS"),
@@ -54,9 +54,9 @@ class Wanted:
 
     workload: str
     ranks: int
+    rounds: int
     gbit: float | None = None  # of the cable between two hosts
-    methods: Sequence[str] = tuple(METHODS)
-    often: int = 1  # turns of each method, for each round
+    methods: Sequence[str] = CORE
 
     @property
     def wire(self) -> str:
@@ -64,23 +64,36 @@ class Wanted:
 
 
 QUICK = (
-    *(Wanted(name, 2, methods=CORE, often=OFTEN.get(name, 1)) for name in WORKLOADS),
-    Wanted("gpt-short", 4, methods=CORE),
-    Wanted("gpt-short", 2, gbit=1, methods=CORE),
+    Wanted("gpt", 2, rounds=4),
+    Wanted("gpt-short", 2, rounds=4),
+    Wanted("tiny", 2, rounds=7),
+    Wanted("gpt-short", 2, rounds=2, gbit=1),
 )
+# All methods where ranks share a host. Turns take longer on a cable, and differ less.
 FULL = (
-    *(Wanted(workload, ranks) for workload in WORKLOADS for ranks in (2, 4)),
-    *(Wanted("gpt", ranks, gbit) for gbit in (1, 10) for ranks in (2, 4)),
-    *(Wanted("gpt-short", 2, gbit) for gbit in (1, 10)),
-    *(Wanted(workload, 2, gbit=1) for workload in ("tiny", "conv", "muon")),
+    *(Wanted(name, 2, rounds, methods=tuple(METHODS)) for name, rounds in ROUNDS.items()),
+    *(Wanted(name, 4, rounds - 1) for name, rounds in ROUNDS.items()),
+    *(Wanted("gpt", 2, rounds=3, gbit=gbit) for gbit in (1, 10)),
+    *(
+        Wanted("gpt-short", ranks, rounds=3, gbit=gbit, methods=(*CORE, NARROW))
+        for gbit in (1, 10)
+        for ranks in (2, 4)
+    ),
+    *(Wanted(name, 2, rounds=3, gbit=1) for name in ("tiny", "conv", "muon")),
+)
+# What the README shows.
+HEADLINE = (
+    *((name, 2, "loopback") for name in WORKLOADS),
+    ("gpt-short", 4, "loopback"),
+    ("gpt-short", 2, "two hosts, 1 Gbit/s"),
 )
 
 
-def measure(wanted: Sequence[Wanted], methods: set[str], rounds: int) -> Iterator[Table]:
+def measure(wanted: Sequence[Wanted], methods: set[str], rounds: int | None) -> Iterator[Table]:
     """Make the tables, printing each as soon as it is there."""
     for number, each in enumerate(wanted, start=1):
         entries = [Entry(name, name) for name in METHODS if name in methods & {*each.methods}]
-        table = _one_table(each, entries, rounds * each.often, f"{number}/{len(wanted)}")
+        table = _one_table(each, entries, rounds or each.rounds, f"{number}/{len(wanted)}")
         print(as_text(table), flush=True)
         yield table
 
@@ -96,7 +109,7 @@ def _one_table(wanted: Wanted, entries: Sequence[Entry], rounds: int, label: str
                 return run(course, heats, progress.tick)
     except NoHosts as reason:
         why = f"two hosts cannot be emulated here, {reason}"
-        return Table(workload.name, workload.title, wanted.ranks, wanted.wire, 0, skipped=why)
+        return Table(workload.name, workload.title, wanted.ranks, wanted.wire, 0, 0, skipped=why)
 
 
 @contextlib.contextmanager
@@ -116,11 +129,11 @@ def main() -> None:
     before = _tables_in(page.JSON)
     description = machine.describe()
     print(machine.as_text(description), MEANING, sep="\n", flush=True)
-    rounds = args.rounds or (FULL_ROUNDS if args.full else QUICK_ROUNDS)
-    record: dict[str, Any] = {"machine": description, "rounds": rounds, "tables": [], "costs": []}
+    begin = time.monotonic()
+    record: dict[str, Any] = {"machine": description, "tables": [], "costs": []}
     tables: list[Table] = record["tables"]
     with ends_by_exception():
-        for table in measure(wanted, args.methods, rounds):
+        for table in measure(wanted, args.methods, args.rounds):
             tables.append(table)
             if not args.print:
                 _write_json(record)  # an interrupted run has not been in vain
@@ -131,10 +144,10 @@ def main() -> None:
     for line in changes(before, tables):
         print("changed:", line)
     if not args.print:
+        description["this run took"] = f"{(time.monotonic() - begin) / 60:.0f} minutes"
         _write_json(record)
-        headline = {(each.workload, each.ranks, each.wire) for each in QUICK}
-        shown = [t for t in tables if (t.workload, t.ranks, t.wire) in headline]
-        page.write(description, tables, shown, record["costs"], rounds)
+        shown = [t for t in tables if (t.workload, t.ranks, t.wire) in HEADLINE]
+        page.write(description, tables, shown, record["costs"])
         print(f"\nwritten: {page.JSON}, {page.PAGE} and the table in {page.README}")
 
 
@@ -148,7 +161,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--wire", nargs="+", help="loopback, or speeds in Gbit/s")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=int, help="of each table, instead of its own number")
     args = parser.parse_args()
     parts = (args.only, args.ranks, args.wire, args.methods)
     args.print = parts != (list(WORKLOADS), [2, 4], None, list(METHODS))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench import Wanted
 from heats import Course, Entry, take_turns
 from hosts import LOOPBACK
 from methods import OURS
@@ -81,10 +81,9 @@ def main() -> int:
     args = parser.parse_args()
     slower = 0
     with ends_by_exception(), checked_out(args.base) as base:
-        for wanted in [Wanted(name, ranks) for name in args.only for ranks in args.ranks]:
-            workload = WORKLOADS[wanted.workload]
-            course = Course(workload, wanted.ranks, LOOPBACK, wanted.wire, args.rounds)
-            print(f"\n{workload.title}; {wanted.ranks} ranks, {wanted.wire}")
+        for name, ranks in itertools.product(args.only, args.ranks):
+            course = Course(WORKLOADS[name], ranks, LOOPBACK, "loopback", args.rounds)
+            print(f"\n{course.workload.title}; {ranks} ranks, {course.wire_name}")
             print(f"{'':32}{'base ms':>9}{'now ms':>9}{'ratio':>8}  (quartiles)", flush=True)
             for method in args.methods:
                 with Progress(method, 2 * (args.rounds + 2)) as progress:

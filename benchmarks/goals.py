@@ -17,6 +17,7 @@ ATTACHED = "onecopy attached"
 LAZY = "onecopy attached, lazy gather"
 DROP_IN = "onecopy"
 TO_DDP = "onecopy attached to DDP"
+NARROW = "onecopy attached, bf16 wire"
 _PEERS = [m.name for m in METHODS.values() if m.project in ("deepspeed", "fairscale")]
 PEERS = [*_PEERS, "FSDP2", "FSDP2, no resharding"]
 

@@ -86,6 +86,7 @@ def run(course: Course, heats: Sequence[Sequence[Entry]], tick: Tick) -> Table:
         workload.title,
         course.ranks,
         course.wire_name,
+        course.rounds,
         steps=(course.rounds + 1) * workload.steps,
         rows=tuple(rows[name] for name in METHODS if name in rows),
     )

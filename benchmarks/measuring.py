@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 MB = 10**6
-WIDTH = 1024
 
 
 class Sample(NamedTuple):
@@ -103,10 +102,12 @@ def gathered(samples: Samples) -> list[Samples]:
 
 
 def model_of(state_bytes: int) -> list[torch.nn.Parameter]:
-    """Matrices and vectors as in a transformer; AdamW keeps 8 bytes for each element."""
+    """Matrices and vectors as in a transformer of some four layers or more, so that no tensor is
+    most of it; AdamW keeps 8 bytes for each element."""
     elements, shapes = state_bytes // 8, []
+    width = 1 << (max(1, elements // 32).bit_length() - 1) // 2  # a layer has 8 * width**2
     while elements > 0:
-        for shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH,), (4 * WIDTH, WIDTH), (WIDTH,), (WIDTH,)):
+        for shape in ((width, 4 * width), (4 * width,), (4 * width, width), (width,), (width,)):
             rows = min(shape[0], -(-elements // (shape[1] if len(shape) == 2 else 1)))
             if rows > 0:
                 shapes.append((rows, *shape[1:]))

@@ -22,8 +22,8 @@ JSON = PICTURES / "bench.json"
 _OPENING = """\
 # Benchmarks
 
-This page is written by `make bench` (some twenty minutes on two cores) or `make bench FULL=1` (all methods and tables, some two hours), which set up an environment of their own
-with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that left the quartiles of the
+This page is written by `make bench` (some ten minutes on two cores, four tables) or `make bench FULL=1` (all of it, more than an hour), which set up an
+environment of their own with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that left the quartiles of the
 run before are printed.
 
 Every method trains the same model on the same batches with the same fused AdamW, in processes of its own, one thread each. All are
@@ -53,27 +53,20 @@ No GPU was here. These are CPU processes and gloo, and say what the algorithms c
 """
 
 
-_OTHER_COSTS = """## Other costs
-
-In a quick run the 32 MB of state are those of one tensor. torch's class has it on rank 0, which is also the rank that collects, so it sends nothing: its rows below about collecting, writing and reading say nothing about its speed. `make bench-consolidate` has 18 tensors.
-"""
-
-
 def write(
     description: Mapping[str, str],
     tables: Sequence[Table],
     headline: Sequence[Table],
     other: Sequence[Cost],
-    rounds: int,
 ) -> None:
     """``headline``: the tables that the README shows."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     for old in PICTURES.glob("*.svg"):
         old.unlink()
-    sections = [_OPENING, _machine(description, rounds), _goals(verdicts(tables))]
+    sections = [_OPENING, _machine(description), _goals(verdicts(tables))]
     sections += [_section(table) for table in tables]
     if other:
-        sections += [_OTHER_COSTS, *(_cost(cost) for cost in other)]
+        sections += ["## Other costs\n", *(_cost(cost) for cost in other)]
     PAGE.write_text("\n".join(sections))
     before, rest = README.read_text().split(_BEGIN)
     _, after = rest.split(_END)
@@ -105,9 +98,9 @@ def _ratio(row: Row) -> str:
     return "" if row.of_ddp is None else f"{row.of_ddp.middle:.2f}"
 
 
-def _machine(description: Mapping[str, str], rounds: int) -> str:
+def _machine(description: Mapping[str, str]) -> str:
     lines = [f"| {name} | {value} |" for name, value in description.items()]
-    table = "\n".join(["| | |", "|---|---|", *lines, f"| rounds | {rounds}, more of short ones |"])
+    table = "\n".join(["| | |", "|---|---|", *lines])
     return f"## The machine\n\n{table}\n"
 
 
@@ -141,7 +134,8 @@ def _section(table: Table) -> str:
         parts.append(f"![{table.heading}](benchmarks/{name}.svg)\n")
     parts.append(as_markdown(table) + "\n")
     if table.rows:
-        parts.append(f"{MEANING[0].upper()}{MEANING[1:]} Steps behind each loss: {table.steps}.\n")
+        numbers = f"Rounds: {table.rounds}; steps behind each loss: {table.steps}."
+        parts.append(f"{MEANING[0].upper()}{MEANING[1:]} {numbers}\n")
     return "\n".join(parts)
 
 

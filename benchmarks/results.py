@@ -81,6 +81,7 @@ class Table:
     title: str
     ranks: int
     wire: str
+    rounds: int
     steps: int  # behind each loss
     rows: tuple[Row, ...] = ()
     skipped: str | None = None  # why there are no rows

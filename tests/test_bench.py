@@ -32,7 +32,7 @@ def samples(*seconds: float, sent: float = 0.0, state: int = 8, peak: int = 100)
 
 
 def table(*rows: Row, workload: str = "gpt", wire: str = "loopback") -> Table:
-    return Table(workload, "a model", 2, wire, 8, rows)
+    return Table(workload, "a model", 2, wire, 3, 8, rows)
 
 
 def row(method: str, ratio: float, **more: int) -> Row:
@@ -88,7 +88,7 @@ def test_every_line_of_a_table_has_all_columns_and_errors_are_told() -> None:
 
 
 def test_a_table_that_was_skipped_says_why() -> None:
-    skipped = Table("gpt", "a model", 2, "two hosts, 1 Gbit/s", 0, skipped="this is not root")
+    skipped = Table("gpt", "a model", 2, "two hosts, 1 Gbit/s", 0, 0, skipped="this is not root")
     assert "this is not root" in as_text(skipped)
     assert "this is not root" in as_markdown(skipped)
 
