@@ -34,8 +34,9 @@ from onecopy.gatherer import IN_FLIGHT, LENT, Lendable
 from onecopy.lanes import Lane
 from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
+from onecopy.pending import Pending
 from onecopy.plan import Plan
-from onecopy.transport import GATHER_TAGS, Pending, Transport, do_nothing
+from onecopy.transport import GATHER_TAGS, Transport, do_nothing
 from onecopy.verdict import Verdict
 from onecopy.words import plural
 
@@ -92,7 +93,7 @@ class Reducer:
     ) -> None:
         """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
         self._transport = transport
-        self._tags_from = _TAGS_EACH * (1 + transport.attachments % _ATTACHMENTS)
+        self._tags_from = _TAGS_EACH * (1 + transport.company.attachments % _ATTACHMENTS)
         self._reduce_dtype = reduce_dtype
         self._master_dtype = master_dtype
         self._params: Sequence[torch.Tensor] = ()
@@ -436,7 +437,7 @@ class Reducer:
     def drop(self) -> None:
         """Forget all gradients, also those of a backward that was never finished."""
         gave_up: list[int] = []
-        if self._transport.refusal is None:
+        if self._transport.company.refusal is None:
             if self._phase is not None:
                 self.give_up()
             while self._flights:

@@ -33,6 +33,8 @@ ORDER = (
     "timeline",
     "tracing",
     "groups",
+    "company",
+    "pending",
     "transport",
     "parcels",
     "buffers",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import doctest
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ class PretendedTransport:
     world_size: int
     equal_slots: bool
     one_host: bool = False
-    attachments: int = 0
+    company: ClassVar[Any] = SimpleNamespace(attachments=0)
 
     def gathers_equal_slots(self, _: torch.device) -> bool:
         return self.equal_slots
