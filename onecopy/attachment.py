@@ -139,7 +139,7 @@ class Attachment:
 
     def require_averaged(self) -> None:
         """Raise if a gradient is of this rank alone."""
-        local = self.reducer.not_reduced()
+        local = self.reducer.roadway.not_reduced()
         if local:
             raise RuntimeError(
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "

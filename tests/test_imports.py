@@ -52,6 +52,8 @@ ORDER = (
     "transfers",
     "gatherer",
     "lanes",
+    "roadway",
+    "flights",
     "verdict",
     "reducer",
     "shards",

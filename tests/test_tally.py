@@ -152,7 +152,7 @@ def test_reductions_take_the_staging_that_was_foreseen(
     foreseen = ReduceStaging(
         plan, Ways(equal_slots, one_host), lambda stream: getattr(torch, plan.streams[stream].dtype)
     )
-    assert reducer.staged_bytes == foreseen.on(rank)
+    assert reducer.roadway.staged_bytes == foreseen.on(rank)
 
 
 def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:
