@@ -73,13 +73,13 @@ class Attaches(Parts):
             check_switches(lazy_gather=lazy_gather)
             if lazy_gather:
                 require_hookable(module)
-            kind, number = type(module).__name__, self._transport.attachments
+            kind, number = type(module).__name__, self._company.attachments
             how = f"reduce_dtype={reduce_dtype}, lazy_gather={bool(lazy_gather)}"
             lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
             return [*lines, *self._description()]
 
         agree(self._transport, "attaching", prepare)
-        self._transport.count_attachment()
+        self._company.count_attachment()
         self.wait()
         if not isinstance(module, DistributedDataParallel):
             send_from_first_rank(self._transport, module)
@@ -121,7 +121,7 @@ class Attaches(Parts):
             self._last_will()
         finally:
             self._attachment = None
-            self._transport.add_to_note("then detached")
+            self._company.add_to_note("then detached")
 
     def wait(self) -> None:
         """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
@@ -193,8 +193,8 @@ class Attaches(Parts):
         party = self._announce_in_join(Turn.LOOK)
         attachment.judge()  # a backward that was given up ends here, on all ranks
         call = f"{_LOOKS[method]}{shown(args, longest=200)}"
-        self._transport.note(f"{call} after {self._steps} steps{self._mode}")
-        with self._transport.noting_errors():
+        self._company.note(f"{call} after {self._steps} steps{self._mode}")
+        with self._company.noting_errors():
             if party is None:
                 # Owners that clip differently, or send the gradients of different parameters,
                 # would go wrong without a sign of it.

@@ -50,6 +50,7 @@ class Attachment:
         """``announce`` tells ranks that have joined (see ``Join``) what comes; ``is_in_join`` tells
         whether there may be any; so many ``steps`` have been taken."""
         self._transport = transport
+        self._company = transport.company
         self._steps = steps
         self._is_scaled = False  # while a step is taken by our scaler
         self._shards = shards
@@ -138,7 +139,7 @@ class Attachment:
 
     def require_averaged(self) -> None:
         """Raise if a gradient is of this rank alone."""
-        local = self.reducer.not_reduced()
+        local = self.reducer.roadway.not_reduced()
         if local:
             raise RuntimeError(
                 f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
@@ -164,15 +165,15 @@ class Attachment:
 
     def zero_grad(self) -> None:
         """The user drops the gradients: ranks that have joined do, too."""
-        if self._transport.refusal is None:
+        if self._company.refusal is None:
             self.give_up_raised()
-        if self.reducer.holds_anything and self._transport.refusal is None:
+        if self.reducer.holds_anything and self._company.refusal is None:
             self._tell_joined(Turn.SKIP)
         self.drop()
 
     def drop(self) -> None:
         """Forget all gradients."""
-        if self._transport.refusal is None:
+        if self._company.refusal is None:
             self.give_up_raised()
         self.reducer.drop()
         self.feed.reset()
@@ -183,7 +184,7 @@ class Attachment:
         shards = self._shards
         shards.follower, shards.gathers_lazily = None, False
         self._transport.when_disagreeing = do_nothing
-        if self._transport.refusal is not None:
+        if self._company.refusal is not None:
             shards.gatherer.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
             undoing.callback(self._transport.neighbours.forget)

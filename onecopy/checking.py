@@ -69,7 +69,7 @@ class Checks(Parts):
         if masters_will_follow:
             sentry.unseal()
         if compares and self._compared < self._steps:  # not again if the step is called again
-            self._transport.add_to_note("comparing replicas")
+            self._company.add_to_note("comparing replicas")
             require_agreement(self._transport, "comparing the ranks", self._description())
             try:
                 self._require_equal(*sentry.history())

@@ -337,7 +337,7 @@ class DDPFeed:
 
     def _ended(self) -> None:
         self._is_queued, self._has_ended = False, True
-        planned = self._reducer.planned  # others are not reduced, and keep what they have
+        planned = self._reducer.roadway.lanes_of  # others are not reduced, and keep what they have
         present = {index for index in planned if self._params[index].grad is not None}
         self._reducer.end(present)
         for index in present:

@@ -55,7 +55,7 @@ class FullState:
             }
         elif self._state is None:
             self._why_not = f"the state was consolidated to rank {to}"
-        transport.note("state consolidated")
+        transport.company.note("state consolidated")
 
     @property
     def is_here(self) -> bool:

@@ -40,11 +40,11 @@ class Joins(Parts):
     def _announce(self, turn: Turn) -> Party | None:
         """Tell joined ranks, if there may be any, what comes."""
         if self._join_config.enable:
-            self._transport.add_to_note(f"inside Join, before {turn.name}")
-        with self._transport.naming_absentees():  # also those outside of the context
+            self._company.add_to_note(f"inside Join, before {turn.name}")
+        with self._company.naming_absentees():  # also those outside of the context
             work = Join.notify_join_context(self)
         if work is not None:
-            self._transport.wait_for([work])
+            self._company.wait_for([work])
         return find_party(self._transport, turn) if self._join_config.enable else None
 
     def _take_part_joined(self) -> None:
@@ -68,7 +68,7 @@ class Joins(Parts):
             self._attached("join").shadow_backward(party)
         else:
             self._attached("join").judge()
-            self._transport.note("looking at gradients with the others, joined")
+            self._company.note("looking at gradients with the others, joined")
             self._follow_changes(party)
             method, *args = same_call(self._transport, party, ())
             getattr(self._attached("join"), method)(*args)

@@ -219,7 +219,7 @@ class KeepsState(Parts):
             names.extend(names_of(self._roster, self.param_groups, module))
             return [f"from {path}", f"strict={strict}, key={key!r}"]
 
-        self._transport.require_working()
+        self._company.require_working()
         self._bring_level()
         self._transport.enter(f"loading {path}")
         agree(self._transport, "loading a checkpoint", prepare)
@@ -267,7 +267,7 @@ class KeepsState(Parts):
         groups: Sequence[Mapping[str, Any]],
         incomplete: Sequence[str],
     ) -> None:
-        self._transport.require_working()
+        self._company.require_working()
         self._bring_level()
         self._transport.enter("loading a checkpoint")
         options: list[dict[str, Any]] = []

@@ -87,7 +87,7 @@ def load(
     To be called inside ``shards.all_or_nothing``: if it raises, it does so on all ranks.
     """
     token, metadata = _share_metadata(transport, directory)
-    exchange = transport.exchange(token, f"loading {directory}")
+    exchange = transport.company.exchange(token, f"loading {directory}")
     take: _Take | None = None
 
     def read() -> list[list[str]]:
@@ -210,7 +210,7 @@ def _kept(portrait: Portrait, found: Findings) -> tuple[PieceStates, MasterCopie
 
 def _share_metadata(transport: Transport, directory: Path) -> tuple[str, bytes]:
     """A token for this round, and the metadata as rank 0 has read it: all see the same."""
-    transport.note(f"loading {directory}")
+    transport.company.note(f"loading {directory}")
     payload = None
     if transport.rank == 0:
         try:

@@ -64,8 +64,8 @@ def report_on(shards: Shards, attachment: Attachment | None) -> MemoryReport:
     staging = shards.gatherer.staged_bytes
     gradients, ddp_buckets = _nbytes(p.grad for p in params if p.grad is not None), 0
     if attachment is not None:
-        gradients += attachment.reducer.slot_bytes
-        staging += attachment.reducer.staged_bytes
+        gradients += attachment.reducer.roadway.slot_bytes
+        staging += attachment.reducer.roadway.staged_bytes
         ddp_buckets = attachment.feed.foreign_bytes
     return MemoryReport(
         parameters=_nbytes(params),

@@ -147,7 +147,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
-        self._transport.count_optimizer()
+        self._company.count_optimizer()
         self._transport.compares_phases = self._check_steps
         self.defaults = self._local.defaults
         self._policies.remember_flags(self._roster.policies, self.param_groups)
@@ -155,7 +155,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
         self._shards.settle()
         traced = Traced(self.wait, self._facts)
         self._tracing = Tracing.of(self._trace_order, self.global_rank, traced)
-        self._transport.note("optimizer built")
+        self._company.note("optimizer built")
         if self.rank == 0 and logger.isEnabledFor(logging.INFO):
             classes = [policy.optimizer_class for policy in self._roster.policies]
             logger.info(in_one_line(self._plan, classes))
@@ -259,7 +259,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
-        self._transport.add_to_note(what)
+        self._company.add_to_note(what)
 
         def prepare() -> list[str]:
             self._shards.extend(self.param_groups, unfrozen)
@@ -280,13 +280,13 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
         if self._steps_in_backward:
             return None
         self._require_usable()
-        with self._transport.noting_errors(f"the closure of step {self._steps + 1}"):
+        with self._company.noting_errors(f"the closure of step {self._steps + 1}"):
             replay = Replay(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.give_up_raised()
         if not self._check_steps:  # else all ranks are told of it
             # Before anything is done together: so that this rank can call it again.
-            with self._transport.noting_errors(f"in step {self._steps + 1}{self._mode}"):
+            with self._company.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
@@ -315,10 +315,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             self._local.options_out(self.param_groups)
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
-        with self._transport.noting_errors():
+        with self._company.noting_errors():
             if self._join_config.enable:
                 self.wait()  # DDP may send its parameters around when the context ends
-        self._transport.note(f"step {self._steps} finished")
+        self._company.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return result
@@ -336,10 +336,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Joins, Checks, Reports):
             # The other ranks may wait for this one's parameters: tell them why they wait.
             refusal = self._condition.refusal
             if refusal is not None:
-                self._transport.note(refusal, same_place=True)
+                self._company.note(refusal, same_place=True)
                 self._finish_looking()
             else:
-                self._transport.take_back(f"{where} raised {type(error).__name__}: {error}")
+                self._company.take_back(f"{where} raised {type(error).__name__}: {error}")
                 self._steps -= 1
             raise
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.transport import Pending, Transport
+from onecopy.pending import Pending
+from onecopy.transport import Transport
 
 _SENDS_IN_FLIGHT = 4
 _RECEIVES_IN_FLIGHT = 2

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from onecopy.attachment import Attachment
+from onecopy.company import Company
 from onecopy.condition import Condition, State
 from onecopy.full_state import FullState
 from onecopy.intake import GroupPolicy
@@ -41,6 +42,10 @@ class Parts(Optimizer, Joinable):
     _steps: int
     _loaded: list[str]  # what was loaded, in lines, until all ranks are known to have the same
     _steps_in_backward: bool  # overlap_with_ddp
+
+    @property
+    def _company(self) -> Company:
+        return self._transport.company
 
     @property
     def _local(self) -> LocalOptimizer:
@@ -71,12 +76,12 @@ class Parts(Optimizer, Joinable):
     def _require_usable(self) -> None:
         """Raise if nothing good can come of going on, with the reason and the way back."""
         self._condition.require_whole()
-        self._transport.require_working()
+        self._company.require_working()
 
     def _bring_level(self) -> None:
         """Before state is loaded: do what is left of a step that failed, since other ranks may be
         further. Its gradients are dropped."""
-        if self._condition.state is State.TORN and self._transport.refusal is None:
+        if self._condition.state is State.TORN and self._company.refusal is None:
             self._shards.bring_level()
             self.wait()
             self._drop_gradients()

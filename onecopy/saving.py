@@ -83,7 +83,7 @@ def _save(
     token: str,
     flatten: bool,
 ) -> None:
-    exchange = transport.exchange(token, f"saving to {directory}")
+    exchange = transport.company.exchange(token, f"saving to {directory}")
     mine = f"__{transport.rank}_{token}.distcp"
 
     def write() -> tuple[list[Written], list[str]]:

@@ -18,8 +18,9 @@ from onecopy.buffers import Copies, FlatHomes, flat_range, part_of
 from onecopy.kinds import Kind
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Loan
+from onecopy.pending import Pending
 from onecopy.plan import Piece, Plan
-from onecopy.transport import Part, Pending, Transport
+from onecopy.transport import Part, Transport
 
 # Below this, a message of its own costs more than a copy.
 WORTH_ITS_OWN_MESSAGE = 64 * 1024

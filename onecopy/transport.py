@@ -8,37 +8,31 @@ Primitives per backend. On gloo the owner sends to everybody, in place and in bo
 wire at once, and ranks on the same host read in one another's memory; other backends
 have a good ``all_gather`` for equal slots, and broadcasts for the rest.
 
-Each rank keeps a note of where it is in the c10d store. When a collective fails because a rank is
-missing, every other rank reads the notes and raises the same error: who was where.
+Whatever waits for other ranks does so in the company of the group (``company.py``), which says on
+all ranks who was where if one does not come.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from onecopy.agreement import RanksDisagree, require_agreement
-from onecopy.exchange import Exchange
-from onecopy.groups import backends, checked_group, private_group, timeout
+from onecopy.company import Company
+from onecopy.groups import backends, checked_group
 from onecopy.ledger import Ledger, Traffic
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Loan, Neighbourhood, find, worth_lending
-from onecopy.notes import notes_of, store_of
-from onecopy.waiting import keep_for_ever, wait_interruptibly
+from onecopy.pending import Pending
 
 # Who is on the same host, by group: found once, by all ranks together.
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
-_attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
-_optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
-_DEFAULT_PATIENCE = timedelta(minutes=30)
 GATHER_TAGS = 1 << 20  # those below are of gathers, the others of gradients
 
 
@@ -54,38 +48,6 @@ class Part(NamedTuple):
     apart_from_neighbours: bool = False  # they read it in the owner's memory
 
 
-class Pending:
-    """Communication under way. It holds its tensors, so that their memory is not reused before."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        works: Sequence[Any],
-        tensors: Sequence[object],
-        loans: Sequence[Loan] = (),
-    ) -> None:
-        self._transport = transport
-        self._works = works
-        self._tensors = tensors
-        self._loans = loans
-
-    @classmethod
-    def together(cls, pending: Sequence[Pending]) -> Pending:
-        """Several as one: the thread that waits goes to sleep and wakes up once."""
-        first = pending[0]
-        works = [work for each in pending for work in each._works]
-        loans = [loan for each in pending for loan in each._loans]
-        return cls(first._transport, works, [each._tensors for each in pending], loans)
-
-    def wait(self) -> None:
-        """Return once the tensors may be read and written (on accelerators: in stream order)."""
-        self._transport.wait_for(self._works)
-        with self._transport.naming_absentees():
-            for loan in self._loans:
-                loan.arrive(self._transport.patience)
-        self._works = self._tensors = self._loans = ()
-
-
 class Transport:
     """Communication among the members of the user's process group."""
 
@@ -96,24 +58,16 @@ class Transport:
         # Where small messages live: the CPU if the backend serves it.
         cpu = torch.device("cpu")
         self.control_device = cpu if device is None or "cpu" in self._backends else device
-        self._waits_on_cpu = device is None or device.type == "cpu"
-        self.rank = dist.get_rank(self.user_group)
-        self.world_size = dist.get_world_size(self.user_group)
         self.traffic = Traffic()
         self.ledger = Ledger(self.traffic)
-        self.number = _optimizers.get(self.user_group, 0)  # the same on all ranks
-        self._notes = notes_of(self.user_group)
         self.compares_phases = False  # ONECOPY_CHECK=step
         self.when_disagreeing: Callable[[], None] = do_nothing
-        self.note("building an optimizer")
-        self._notes.building()
-        self._group = self.user_group
-        self.neighbours = Neighbourhood(self.rank, self.world_size)
-        with self.naming_absentees():
-            self._group = private_group(self.user_group, self._greatest_of_user_group)
+        waits_on_cpu = device is None or device.type == "cpu"
+        self.company = Company(self.user_group, self._greatest_of_user_group, waits_on_cpu)
+        self.rank, self.world_size = self.company.rank, self.company.world_size
+        self._group = self.company.group
         self._global_ranks = dist.get_process_group_ranks(self._group)
-        self.neighbours = self._find_neighbours()
-        self._notes.building(is_over=True)
+        self.company.meet(self._find_neighbours())
         weakref.finalize(self, self.neighbours.forget)
 
     def _greatest_of_user_group(self, value: int) -> int:
@@ -122,47 +76,15 @@ class Transport:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.user_group)
         return int(number)
 
-    # ------------------------------------------------------------------ who was where
-
     @property
     def whose(self) -> str:
         """Which optimizer of the process group this is; of the first, nothing is said."""
-        return f" (optimizer {self.number + 1} of the process group)" if self.number else ""
-
-    def note(self, text: str, same_place: bool = False) -> None:
-        """Tell the store where this rank is, for the error message of a rank that waits for it."""
-        self._notes.write(text if same_place else f"{text}{self.whose}", same_place)
-
-    def take_back(self, text: str) -> None:
-        """The last note was of something that did not come to pass."""
-        self._notes.take_back(text)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why there can be no communication, if so."""
-        if self._notes.failure:
-            return (
-                f"the process group is of no use any more, because {self._notes.failure}\nStart "
-                "the job again from a checkpoint; or destroy_process_group(), "
-                "init_process_group(...) and build the optimizer anew"
-            )
-        groups = dist.distributed_c10d._world.pg_map
-        if self._group not in groups or self.user_group not in groups:
-            return (
-                "the process group of this optimizer was destroyed. Destroy it when training is "
-                "over, or build another optimizer with the new one"
-            )
-        return None
-
-    def require_working(self) -> None:
-        refusal = self.refusal
-        if refusal is not None:
-            raise RuntimeError(refusal)
+        return self.company.whose
 
     def enter(self, what: str) -> None:
         """Something begins that all ranks do together: a note of it, and with
         ``ONECOPY_CHECK=step`` a comparison of what the ranks are about to do."""
-        self.note(what)
+        self.company.note(what)
         if self.compares_phases:
             try:
                 require_agreement(self, what, ())
@@ -170,77 +92,12 @@ class Transport:
                 self.when_disagreeing()  # on all ranks
                 raise
 
-    def add_to_note(self, detail: str) -> None:
-        """Where exactly in it this rank is."""
-        self.note(f"{self._notes.place}: {detail}", same_place=True)
-
-    @contextlib.contextmanager
-    def noting_errors(self, where: str = "") -> Iterator[None]:
-        """An exception of this rank alone: the others will wait for it, and are told why."""
-        try:
-            yield
-        except RanksDisagree:
-            raise
-        except Exception as error:
-            if not self._notes.failure:
-                place = where or self._notes.place
-                self.note(f"{place} raised {type(error).__name__}: {error}", same_place=True)
-            raise
-
-    @contextlib.contextmanager
-    def naming_absentees(self) -> Iterator[None]:
-        if self._notes.failure:  # each of many operations would wait for its own timeout
-            self.require_working()
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise  # says what it is, and the others have nothing to do with it
-        except RuntimeError as error:
-            report = self._notes.report(self.neighbours.ended())
-            self._give_up(report)
-            raise RuntimeError(report) from error
-        except Exception:
-            raise
-        except BaseException as signal:  # KeyboardInterrupt, or SystemExit of a handler
-            self._give_up(f"{type(signal).__name__} came while this rank waited for the others")
-            raise
-
-    def _give_up(self, reason: str) -> None:
-        self._notes.failure = reason
-        self.neighbours.abandon()
-        keep_for_ever(self._group)
-
-    def wait_for(self, works: Sequence[Any]) -> None:
-        with self.naming_absentees():
-            if self._waits_on_cpu:
-                wait_interruptibly(works)
-            else:
-                for work in works:
-                    work.wait()
-
-    def exchange(self, token: str, what: str) -> Exchange:
-        """A round of reports through the store, outside of collectives."""
-        self.note(what)
-        store = store_of(self.user_group)
-        return Exchange(store, self.rank, self.world_size, token, self.patience(), what)
+    # ------------------------------------------------------------------ ranks on the same host
 
     @property
-    def attachments(self) -> int:
-        """How many optimizers of this group were attached so far: the same on all ranks."""
-        return _attachments.get(self.user_group, 0)
-
-    def count_attachment(self) -> None:
-        _attachments[self.user_group] = self.attachments + 1
-
-    def count_optimizer(self) -> None:
-        """An optimizer was built, and all ranks know of it."""
-        _optimizers[self.user_group] = self.number + 1
-
-    def patience(self) -> float:
-        """Seconds that a collective waits; the user may change them at any time."""
-        return (timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
-
-    # ------------------------------------------------------------------ ranks on the same host
+    def neighbours(self) -> Neighbourhood:
+        """The ranks that can read in this one's memory, and it in theirs."""
+        return self.company.neighbours
 
     def _find_neighbours(self) -> Neighbourhood:
         if self.world_size == 1 or self._backends.get("cpu") != "gloo":
@@ -260,20 +117,20 @@ class Transport:
 
     def wait_until_read(self, memory: SharedMemory) -> None:
         """Until nobody reads what was lent before."""
-        with self.naming_absentees():
-            self.neighbours.wait_until_read(memory, self.patience)
+        with self.company.naming_absentees():
+            self.neighbours.wait_until_read(memory, self.company.patience)
 
     def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> None:
         """Tell the readers, by rank, which part of the memory is for them."""
         for part in parts.values():
             self.traffic.add(part)
-        with self.naming_absentees():
-            self.neighbours.lend(memory, parts, tag, self.patience)
+        with self.company.naming_absentees():
+            self.neighbours.lend(memory, parts, tag, self.company.patience)
 
     def borrow(self, lenders: Iterable[int], tag: int) -> tuple[list[Loan], Pending]:
         """What these ranks lend with ``lend``; to be read after waiting, and then given back."""
         loans = [self.neighbours.borrow(lender, tag) for lender in lenders]
-        return loans, Pending(self, (), (), loans)
+        return loans, Pending(self.company, (), (), loans)
 
     # ------------------------------------------------------------------ parameters
 
@@ -286,14 +143,14 @@ class Transport:
         slot = buffer.numel() // self.world_size
         mine = buffer.narrow(0, self.rank * slot, slot)
         self.traffic.add(mine, self.world_size - 1)
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = _all_gather_single(buffer, mine, group=self._group, async_op=True)
-        return Pending(self, [work], [buffer])
+        return Pending(self.company, [work], [buffer])
 
     def share(self, parts: Sequence[Part]) -> Pending:
         """Every part goes from its owner to all other ranks: in this order, from each owner."""
         works: list[Any] = []
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             for part in parts:
                 owner, tensor, _ = part
                 if owner == self.rank:
@@ -304,7 +161,7 @@ class Transport:
                 else:
                     source = self._global_ranks[owner]
                     works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
-        return Pending(self, works, parts)
+        return Pending(self.company, works, parts)
 
     def _send_to_all(self, part: Part) -> list[Any]:
         if part.owner != self.rank:
@@ -319,7 +176,7 @@ class Transport:
     def tag(self) -> int:
         """Of parameters under way. Why one for each optimizer: if ranks step two of them in
         different orders, each waits for what it will not get, instead of taking the other's."""
-        return self.number % GATHER_TAGS
+        return self.company.number % GATHER_TAGS
 
     def _receivers(self, part: Part) -> list[int]:
         others = self.others
@@ -342,9 +199,9 @@ class Transport:
     def reduce_slots(self, buffer: torch.Tensor, mine: torch.Tensor) -> Pending:
         """``buffer`` is W equal slots; ``mine`` becomes the sum of this rank's over all ranks."""
         self.traffic.add(mine, self.world_size - 1)
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = _reduce_scatter_single(mine, buffer, group=self._group, async_op=True)
-        return Pending(self, [work], [buffer, mine])
+        return Pending(self.company, [work], [buffer, mine])
 
     def exchange_parts(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
@@ -357,7 +214,7 @@ class Transport:
         for rank in others:
             self.traffic.add(outgoing[rank])
         works: list[Any] = []
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             if outgoing[self.rank].device.type != "cpu" or self._backends.get("cpu") != "gloo":
                 lists = list(incoming), list(outgoing)
                 works.append(dist.all_to_all(*lists, group=self._group, async_op=True))
@@ -371,11 +228,11 @@ class Transport:
                     if outgoing[rank].numel():
                         peer = self._global_ranks[rank]
                         works.append(dist.isend(outgoing[rank], peer, group=self._group, tag=tag))
-        return Pending(self, works, [*outgoing, *incoming])
+        return Pending(self.company, works, [*outgoing, *incoming])
 
     def nothing(self) -> Pending:
         """Communication that has already happened."""
-        return Pending(self, (), ())
+        return Pending(self.company, (), ())
 
     def maximum(self, values: torch.Tensor) -> Pending:
         """Elementwise over the ranks, in place; in the background."""
@@ -389,22 +246,22 @@ class Transport:
         if self.world_size == 1:
             return self.nothing()
         self.traffic.add(values)
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = dist.all_reduce(values, operation, group=self._group, async_op=True)
-        return Pending(self, [work], [values])
+        return Pending(self.company, [work], [values])
 
     # ------------------------------------------------------------------ one to one
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
         self.traffic.add(tensor)
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = dist.isend(tensor, self._global_ranks[to], group=self._group, tag=tag)
-        return Pending(self, [work], [tensor])
+        return Pending(self.company, [work], [tensor])
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Pending:
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = dist.irecv(tensor, self._global_ranks[source], group=self._group, tag=tag)
-        return Pending(self, [work], [tensor])
+        return Pending(self.company, [work], [tensor])
 
     # ------------------------------------------------------------------ small things
 
@@ -416,18 +273,18 @@ class Transport:
         """The least of one and the greatest of the other, elementwise over the ranks."""
         # ~x reverses the order of integers: one all-reduce
         both = torch.stack([low, ~high]).to(self.control_device)
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self.wait_for([work])
+        self.company.wait_for([work])
         return both[0].cpu(), (~both[1]).cpu()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Equally long payloads of all ranks, by rank."""
         mine = tensor_from_bytes(payload).to(self.control_device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
-        self.wait_for([work])
+        self.company.wait_for([work])
         return [bytes_from_tensor(theirs) for theirs in everyone]
 
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
@@ -442,9 +299,9 @@ class Transport:
         return bytes_from_tensor(data)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        with self.naming_absentees():
+        with self.company.naming_absentees():
             work = dist.broadcast(tensor, root, group=self._group, async_op=True)
-        self.wait_for([work])
+        self.company.wait_for([work])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Transport:
         return self

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from onecopy.transport import Pending, Transport
+from onecopy.pending import Pending
+from onecopy.transport import Transport
 
 # Backwards are counted modulo this, so that a byte will do: no rank is that far behind another.
 _CYCLE = 101

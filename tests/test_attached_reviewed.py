@@ -20,6 +20,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import GradScaler, ZeroRedundancyOptimizer
+from onecopy.buffers import Staging
 from onecopy.gatherer import LENT
 
 
@@ -263,6 +264,23 @@ def test_detach_undoes_all_after_a_collective_has_failed(world: World, where: st
     with pytest.raises(RuntimeError, match="is not attached"):
         optimizer.detach()
     optimizer.attach(model)
+
+
+@distributed(1)
+def test_a_conversion_for_which_memory_is_lacking_can_be_taken_back(world: World) -> None:
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    batch = model.batch((world.rank + 1, 1))
+    model.double()
+    with mock.patch.object(Staging, "reserve", lost), pytest.raises(Lost):
+        model(batch.double()).backward()
+    model.float()
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in model.parameters()]
+    model(batch).backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 class Fails(torch.autograd.Function):

@@ -17,7 +17,8 @@ from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.gatherer import LEFT_IN_FLIGHT
-from onecopy.transport import Pending, Transport
+from onecopy.pending import Pending
+from onecopy.transport import Transport
 
 LAZY = {"lazy_gather": True}
 

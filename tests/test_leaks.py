@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 import onecopy.gatherer
 import onecopy.groups
-import onecopy.reducer
+import onecopy.roadway
 import onecopy.transport
 from onecopy import ZeroRedundancyOptimizer
 
@@ -191,7 +191,7 @@ def test_our_group_goes_with_the_users(world: World) -> None:
 
 # What neighbours may keep of one optimizer that is gone, until the next one prepares its gathers:
 # the buffers of gathers and of reductions, this rank's and those of the other.
-KEPT_OF_ONE_OPTIMIZER = 2 * (onecopy.gatherer.LENT + onecopy.reducer.LENT)
+KEPT_OF_ONE_OPTIMIZER = 2 * (onecopy.gatherer.LENT + onecopy.roadway.LENT)
 
 
 @distributed(2, timeout=240.0)

@@ -203,7 +203,7 @@ def trained(
     if attached:
         optimizer.attach(model, lazy_gather=lazy)
         if not all_are_lent:
-            lanes = optimizer._attachment.reducer._lanes
+            lanes = optimizer._attachment.reducer.roadway.lanes
             assert {len(lane.readers) for lane in lanes} == {0, world.size - 1}
     for step in range(6):
         optimizer.zero_grad()

@@ -18,11 +18,11 @@ from race_courses import FEEDS, LENT_FROM, Course, courses, first_difference
 from race_delays import DELAYED, Delays
 from races import batches, race
 
+from onecopy.flights import Flights
 from onecopy.gatherer import Gatherer
 from onecopy.lanes import Lane
 from onecopy.lazy import LazyWaits
 from onecopy.neighbours import Loan, Neighbourhood
-from onecopy.reducer import Reducer
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
@@ -74,9 +74,9 @@ def do_nothing(*_: Any) -> None:
     """In place of something that is needed."""
 
 
-def land_without_waiting(reducer: Reducer) -> None:
-    """As ``Reducer._land``; what has not arrived yet is added up as it is."""
-    flight = reducer._flights.popleft()
+def land_without_waiting(flights: Flights) -> None:
+    """As ``Flights.land``; what has not arrived yet is added up as it is."""
+    flight = flights._under_way.popleft()
     flight.lane.add(flight.read())
     flight.pending.wait()
 
@@ -88,26 +88,26 @@ def arrive_and_give_back(loan: Loan, patience: float, arrive: Any = Loan.arrive)
 
 
 def launch_at_once_what_is_sent(
-    reducer: Reducer, lane: Lane, gradients: Any, launch: Any = Reducer._launch
+    flights: Flights, lane: Lane, gradients: Any, share: float, launch: Any = Flights.launch
 ) -> None:
-    """As ``Reducer._launch``; a bucket of which nothing is lent does not wait for those who read
+    """As ``Flights.launch``; a bucket of which nothing is lent does not wait for those who read
     the memory that it shares with others."""
     memory = lane.memory
     if not lane.readers:
         lane.memory = None
-    launch(reducer, lane, gradients)
+    launch(flights, lane, gradients, share)
     lane.memory = memory
 
 
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "a forward does not wait": [(LazyWaits, "_before", do_nothing)],
-    "a bucket is not awaited": [(Reducer, "_land", land_without_waiting)],
+    "a bucket is not awaited": [(Flights, "land", land_without_waiting)],
     "a lender does not wait": [(Neighbourhood, "wait_until_read", do_nothing)],
     "a loan is given back too early": [
         (Loan, "arrive", arrive_and_give_back),
         (Loan, "give_back", do_nothing),
     ],
-    "what is sent does not wait": [(Reducer, "_launch", launch_at_once_what_is_sent)],
+    "what is sent does not wait": [(Flights, "launch", launch_at_once_what_is_sent)],
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import doctest
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ class PretendedTransport:
     world_size: int
     equal_slots: bool
     one_host: bool = False
-    attachments: int = 0
+    company: ClassVar[Any] = SimpleNamespace(attachments=0)
 
     def gathers_equal_slots(self, _: torch.device) -> bool:
         return self.equal_slots
@@ -151,7 +152,7 @@ def test_reductions_take_the_staging_that_was_foreseen(
     foreseen = ReduceStaging(
         plan, Ways(equal_slots, one_host), lambda stream: getattr(torch, plan.streams[stream].dtype)
     )
-    assert reducer.staged_bytes == foreseen.on(rank)
+    assert reducer.roadway.staged_bytes == foreseen.on(rank)
 
 
 def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:

@@ -22,20 +22,25 @@ from typing import Any
 from unittest import mock
 
 from onecopy.attachment import Attachment
+from onecopy.company import Company
 from onecopy.exchange import Exchange
 from onecopy.feeds import DDPFeed, ModuleFeed, _Switch
+from onecopy.flights import Flight, Flights
 from onecopy.gatherer import Gatherer
 from onecopy.lanes import Lane
 from onecopy.lazy import LazyWaits
 from onecopy.lending import Borrowed, Inbox, Outbox, SharedMemory, _Box
 from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.reducer import Reducer, _Flight
+from onecopy.pending import Pending
+from onecopy.reducer import Reducer
+from onecopy.roadway import Roadway
 from onecopy.semaphores import Semaphore
 from onecopy.transfers import Borrowing, Lending, Transfer
-from onecopy.transport import Pending, Transport
+from onecopy.transport import Transport
 
-COLLECTIVES = (Exchange, Gatherer, Lane, Pending, Reducer, Transfer, Transport, _Flight)
+COLLECTIVES = (Company, Exchange, Flight, Flights, Gatherer, Lane, Pending, Reducer, Roadway)
+COLLECTIVES += (Transfer, Transport)
 HOOKS = (Attachment, DDPFeed, LazyWaits, ModuleFeed, ZeroRedundancyOptimizer, _Switch)
 LENDING = (Borrowed, Borrowing, Inbox, Lending, Loan, Neighbourhood, Outbox, Semaphore)
 LENDING += (SharedMemory, _Box)

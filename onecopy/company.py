@@ -1,0 +1,174 @@
+"""The ranks of a process group as one optimizer counts on them: where each is, and what if one does
+not come.
+
+Each rank keeps a note of where it is in the c10d store. Whatever waits for other ranks does so in
+``naming_absentees``: when a collective fails because a rank is missing, every other rank reads the
+notes and raises the same error: who was where. From then on the group is of no use, and everything
+that needs it refuses at once with the same words, instead of waiting for a timeout of its own.
+
+Nothing here communicates but through the store; the collectives are in ``transport.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onecopy.agreement import RanksDisagree
+from onecopy.exchange import Exchange
+from onecopy.groups import private_group, timeout
+from onecopy.neighbours import Neighbourhood
+from onecopy.notes import notes_of, store_of
+from onecopy.waiting import keep_for_ever, wait_interruptibly
+
+_attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
+_optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
+_DEFAULT_PATIENCE = timedelta(minutes=30)
+
+
+class Company:
+    """The members of the user's process group, and the group of our own in which they meet."""
+
+    def __init__(
+        self, user_group: Any, greatest: Callable[[int], int], waits_on_cpu: bool = True
+    ) -> None:
+        """Collective: ``greatest`` tells the greatest number of all ranks. ``waits_on_cpu``: to
+        wait blocks the thread. It is complete when the neighbours are found: see ``meet``."""
+        self.user_group = user_group
+        self.rank = dist.get_rank(user_group)
+        self.world_size = dist.get_world_size(user_group)
+        self.number = _optimizers.get(user_group, 0)  # of the optimizer: the same on all ranks
+        self._waits_on_cpu = waits_on_cpu
+        self._notes = notes_of(user_group)
+        self.note("building an optimizer")
+        self._notes.building()
+        self.neighbours = Neighbourhood(self.rank, self.world_size)  # none are known yet
+        self.group = user_group  # as long as there is no other
+        with self.naming_absentees():
+            self.group = private_group(user_group, greatest)
+
+    def meet(self, neighbours: Neighbourhood) -> None:
+        """All ranks have come, and know who is on the same host."""
+        self.neighbours = neighbours
+        self._notes.building(is_over=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Company:
+        return self
+
+    # ------------------------------------------------------------------ which optimizer it is
+
+    @property
+    def whose(self) -> str:
+        """Which optimizer of the process group this is; of the first, nothing is said."""
+        return f" (optimizer {self.number + 1} of the process group)" if self.number else ""
+
+    def count_optimizer(self) -> None:
+        """An optimizer was built, and all ranks know of it."""
+        _optimizers[self.user_group] = self.number + 1
+
+    @property
+    def attachments(self) -> int:
+        """How many optimizers of this group were attached so far: the same on all ranks."""
+        return _attachments.get(self.user_group, 0)
+
+    def count_attachment(self) -> None:
+        _attachments[self.user_group] = self.attachments + 1
+
+    # ------------------------------------------------------------------ who is where
+
+    def note(self, text: str, same_place: bool = False) -> None:
+        """Tell the store where this rank is, for the error message of a rank that waits for it."""
+        self._notes.write(text if same_place else f"{text}{self.whose}", same_place)
+
+    def add_to_note(self, detail: str) -> None:
+        """Where exactly in it this rank is."""
+        self.note(f"{self._notes.place}: {detail}", same_place=True)
+
+    def take_back(self, text: str) -> None:
+        """The last note was of something that did not come to pass."""
+        self._notes.take_back(text)
+
+    @contextlib.contextmanager
+    def noting_errors(self, where: str = "") -> Iterator[None]:
+        """An exception of this rank alone: the others will wait for it, and are told why."""
+        try:
+            yield
+        except RanksDisagree:
+            raise
+        except Exception as error:
+            if not self._notes.failure:
+                place = where or self._notes.place
+                self.note(f"{place} raised {type(error).__name__}: {error}", same_place=True)
+            raise
+
+    def exchange(self, token: str, what: str) -> Exchange:
+        """A round of reports through the store, outside of collectives."""
+        self.note(what)
+        store = store_of(self.user_group)
+        return Exchange(store, self.rank, self.world_size, token, self.patience(), what)
+
+    # ------------------------------------------------------------------ waiting for them
+
+    def patience(self) -> float:
+        """Seconds that a collective waits; the user may change them at any time."""
+        return (timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
+
+    def wait_for(self, works: Sequence[Any]) -> None:
+        with self.naming_absentees():
+            if self._waits_on_cpu:
+                wait_interruptibly(works)
+            else:
+                for work in works:
+                    work.wait()
+
+    @contextlib.contextmanager
+    def naming_absentees(self) -> Iterator[None]:
+        """Around whatever needs the others: if it fails, all ranks raise who was where."""
+        if self._notes.failure:  # each of many operations would wait for its own timeout
+            self.require_working()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise  # says what it is, and the others have nothing to do with it
+        except RuntimeError as error:
+            report = self._notes.report(self.neighbours.ended())
+            self._give_up(report)
+            raise RuntimeError(report) from error
+        except Exception:
+            raise
+        except BaseException as signal:  # KeyboardInterrupt, or SystemExit of a handler
+            self._give_up(f"{type(signal).__name__} came while this rank waited for the others")
+            raise
+
+    def _give_up(self, reason: str) -> None:
+        self._notes.failure = reason
+        self.neighbours.abandon()
+        keep_for_ever(self.group)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there can be no communication, if so."""
+        if self._notes.failure:
+            return (
+                f"the process group is of no use any more, because {self._notes.failure}\nStart "
+                "the job again from a checkpoint; or destroy_process_group(), "
+                "init_process_group(...) and build the optimizer anew"
+            )
+        groups = dist.distributed_c10d._world.pg_map
+        if self.group not in groups or self.user_group not in groups:
+            return (
+                "the process group of this optimizer was destroyed. Destroy it when training is "
+                "over, or build another optimizer with the new one"
+            )
+        return None
+
+    def require_working(self) -> None:
+        refusal = self.refusal
+        if refusal is not None:
+            raise RuntimeError(refusal)

@@ -1,0 +1,41 @@
+"""Communication under way, which somebody has launched and somebody will wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onecopy.company import Company
+from onecopy.neighbours import Loan
+
+
+class Pending:
+    """Communication under way. It holds its tensors, so that their memory is not reused before."""
+
+    def __init__(
+        self,
+        company: Company,
+        works: Sequence[Any],
+        tensors: Sequence[object],
+        loans: Sequence[Loan] = (),
+    ) -> None:
+        self._company = company
+        self._works = works
+        self._tensors = tensors
+        self._loans = loans
+
+    @classmethod
+    def together(cls, pending: Sequence[Pending]) -> Pending:
+        """Several as one: the thread that waits goes to sleep and wakes up once."""
+        first = pending[0]
+        works = [work for each in pending for work in each._works]
+        loans = [loan for each in pending for loan in each._loans]
+        return cls(first._company, works, [each._tensors for each in pending], loans)
+
+    def wait(self) -> None:
+        """Return once the tensors may be read and written (on accelerators: in stream order)."""
+        self._company.wait_for(self._works)
+        with self._company.naming_absentees():
+            for loan in self._loans:
+                loan.arrive(self._company.patience)
+        self._works = self._tensors = self._loans = ()
