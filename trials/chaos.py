@@ -119,7 +119,8 @@ class Job:
 
     def run(self) -> list[str]:
         """What went wrong. Raises PortTaken if that was all."""
-        orders = {"mode": self.plan.mode, "lends": self.plan.lends, "kills": self.plan.kills}
+        plan = self.plan
+        orders = {"mode": plan.mode, "way": plan.way, "lends": plan.lends, "kills": plan.kills}
         (self.directory / "orders.json").write_text(
             json.dumps({**orders, "steps": STEPS, "save_every": SAVE_EVERY})
         )

@@ -31,16 +31,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_plan import SITES
+import torch.distributed.checkpoint as dcp
+from chaos_plan import SITES, WAYS
+from chaos_ways import elastic, take
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
-from onecopy import exchange, gatherer, loading, neighbours, reader, saving, transport, writer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import elastic
+from onecopy import (
+    exchange,
+    full_state,
+    gatherer,
+    keeping,
+    loading,
+    neighbours,
+    reader,
+    saving,
+    state,
+    stateful,
+    transport,
+    writer,
+)
 
 RANK = int(os.environ["RANK"])
 GROUP_TIMEOUT = timedelta(minutes=15)  # nobody may need it: the trial's own limit is shorter
@@ -74,17 +85,24 @@ class Gradients:
 
 OWNERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
+    "DefaultSavePlanner": dcp.DefaultSavePlanner,
     "Exchange": exchange.Exchange,
+    "FileSystemReader": dcp.FileSystemReader,
+    "FileSystemWriter": dcp.FileSystemWriter,
     "Gatherer": gatherer.Gatherer,
     "Gradients": Gradients,
     "Loan": neighbours.Loan,
     "Path": Path,
     "Reader": reader.Reader,
+    "ShardedState": stateful.ShardedState,
     "Transport": transport.Transport,
     "Writer": writer.Writer,
+    "full_state": full_state,
+    "keeping": keeping,
     "loading": loading,
     "os": os,
     "saving": saving,
+    "state": state,
     "torch": torch,
 }
 
@@ -172,8 +190,9 @@ class Executioner:
             os.kill(victim["pid"], signal.SIGKILL)
 
 
-def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
+def announce(executioner: Executioner, diary: Diary, kept: Path, way: str) -> None:
     """Put the announcements around what is to be announced."""
+    phase_of_saves, phase_of_loads = WAYS[way]
     for site in dict.fromkeys(SITES):
         owner, _, name = site.function.partition(".")
         if owner in OWNERS:
@@ -188,7 +207,7 @@ def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
 
     def saved(directory: Path, step: int, *args: Any) -> None:
         diary.write(saving=step)
-        with visiting("save"):
+        with visiting(phase_of_saves):
             save(directory, step, *args)
         diary.write(saved=step)
 
@@ -196,7 +215,7 @@ def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
         found = elastic.complete(directory)
         if RANK == 0 and found:  # files of a checkpoint never change, so links will do
             shutil.copytree(found[-1], kept / found[-1].name, copy_function=os.link)
-        with visiting("load") if found else contextlib.nullcontext():
+        with visiting(phase_of_loads) if found else contextlib.nullcontext():
             step = resume(directory, *args)
         diary.write(resumed=step)
         return step
@@ -259,7 +278,8 @@ def run_train(job: Path, launch: str) -> None:
     mine = order if order and order["announcer"] == RANK else None
     victim = diary.path.with_name(f"{life}-{order['victim']}.jsonl") if order else Path()
     executioner = Executioner(mine, diary, victim)
-    announce(executioner, diary, job / "kept" / life)
+    take(orders["way"])
+    announce(executioner, diary, job / "kept" / life, orders["way"])
     mode = orders["mode"]
     build_with(lazy=mode == "lazy", bucket_mb=MANY_BUCKETS, **masters_of(mode))
     if orders["lends"]:
@@ -284,7 +304,9 @@ def run_train(job: Path, launch: str) -> None:
 def run_replay(job: Path, orders: str) -> None:
     """Train from each of the checkpoints in turn, and write down the losses. All in one bucket,
     which is sent and awaited at once: that changes no bit."""
-    mode = json.loads((job / "orders.json").read_text())["mode"]
+    of_job = json.loads((job / "orders.json").read_text())
+    mode = of_job["mode"]
+    take(of_job["way"])
     build_with(lazy=False, **masters_of(mode))
     os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     elastic.save = lambda *_: None
