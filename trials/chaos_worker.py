@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from chaos_plan import SITES, WAYS
+from chaos_plan import SITES, WAYS, Site
 from chaos_ways import elastic, take
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -193,12 +193,7 @@ class Executioner:
 def announce(executioner: Executioner, diary: Diary, kept: Path, way: str) -> None:
     """Put the announcements around what is to be announced."""
     phase_of_saves, phase_of_loads = WAYS[way]
-    for site in dict.fromkeys(SITES):
-        owner, _, name = site.function.partition(".")
-        if owner in OWNERS:
-            tell = functools.partial(executioner.at, site.phase, str(site))
-            before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
-            _around(OWNERS[owner], name, before, after)
+    announce_sites(dict.fromkeys(SITES), executioner.at)
     visiting = executioner.visiting
     _visited(torch.Tensor, "backward", lambda: visiting("backward"))
     _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: visiting("step"))
@@ -221,6 +216,16 @@ def announce(executioner: Executioner, diary: Diary, kept: Path, way: str) -> No
         return step
 
     elastic.save, elastic.resume = saved, resumed
+
+
+def announce_sites(sites: Iterable[Site], at: Callable[[str, str], None]) -> None:
+    """Have each of them told by its phase and its name, whenever it is met in whatever phase."""
+    for site in sites:
+        owner, _, name = site.function.partition(".")
+        if owner in OWNERS:
+            tell = functools.partial(at, site.phase, str(site))
+            before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
+            _around(OWNERS[owner], name, before, after)
 
 
 def _nothing() -> None: ...
