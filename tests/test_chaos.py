@@ -147,6 +147,10 @@ def judged(directory: Path, lives: list[Life], code: int | None, **plan: Any) ->
         ([life(name="0.0", errors={0: "why"}), life()], "0.0 ended by itself:\nrank 0: why"),
         ([life(name="0.0", done=2), life()], "0.0 never came to a kill before torch.save"),
         ([life(name="0.0"), life(done=1)], "0.1 did not come to its end"),
+        (
+            [life(name="0.0"), life(resumed=None, errors={1: "why"})],
+            "0.1 did not load:\nrank 1: why",
+        ),
         ([life(name="0.0")], "1 lives, torchrun ended with 1"),
         ([], "0 lives, torchrun ended with 1"),
     ],

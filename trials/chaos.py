@@ -188,14 +188,17 @@ class Job:
         if order and not life.kill and not life.lost_its_port:
             if life.done:
                 self._fault(f"{life.name} never came to a kill {order['site']}")
-            elif life.joined and life.resumed is None and life.errors:
+            elif life.did_not_load:
                 self.tally.not_loaded += 1
                 self.faults.append(f"{life.name} did not load:\n{wrong}")
             else:
                 self._fault(f"{life.name} ended by itself:\n{wrong}")
         if life.kill and self.plan.on_machines:
             self._judge_survivor(life, life.kill["killed"])
-        if is_last and (life.done != life.ranks or life.last_step not in (0, STEPS)):
+        if is_last and not order and life.did_not_load:
+            self.tally.not_loaded += 1
+            self.faults.append(f"{life.name} did not load:\n{wrong}")
+        elif is_last and (life.done != life.ranks or life.last_step not in (0, STEPS)):
             self._fault(f"{life.name} did not come to its end:\n{wrong}")
 
     def _judge_survivor(self, life: Life, lost: int) -> None:

@@ -35,6 +35,7 @@ import torch.distributed.checkpoint as dcp
 from chaos_plan import SITES, WAYS, Site
 from chaos_ways import elastic, take
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
@@ -301,7 +302,7 @@ def run_train(job: Path, launch: str) -> None:
         dist.barrier()  # else a victim might have left already
         dist.destroy_process_group()
         diary.write(done=True)
-    except Exception:
+    except (Exception, CheckpointException):  # DCP's is no Exception
         diary.write(error=traceback.format_exc())
         raise
 
