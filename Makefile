@@ -51,8 +51,8 @@ soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an u
 races: $(VENV)/.installed ## RUNS=200 seeded runs with random delays, overlap on: no bit changes
 	$(BIN)/python trials/races.py --runs $(or $(RUNS),200) $(if $(SEED),--seed $(SEED))
 
-chaos: $(VENV)/.installed ## kill ranks at TRIALS=50 chosen moments: does the training go on as if nothing had been?
-	$(BIN)/python trials/chaos.py --trials $(or $(TRIALS),50) $(if $(SEED),--seed $(SEED))
+chaos: $(VENV)/.installed ## kill ranks at TRIALS=55 chosen moments: does the training go on as if nothing had been?
+	$(BIN)/python trials/chaos.py --trials $(or $(TRIALS),55) $(if $(SEED),--seed $(SEED))
 
 fuzz: $(VENV)/.installed ## bad inputs of all kinds, other ones each time (TIMES=20)
 	ONECOPY_FUZZ=$(TIMES) $(BIN)/pytest -m "" tests/test_fuzz_*.py

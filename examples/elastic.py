@@ -76,13 +76,7 @@ def report(step: int, loss: Tensor) -> None:
 
 def save(directory: Path, step: int, net: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     saving, removing = directory / "saving", directory / "removing"
-    if dist.get_rank() == 0:
-        saving.mkdir(parents=True, exist_ok=True)
-        with open(saving / "model.pt", "wb") as file:
-            torch.save(net.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-    optimizer.save(saving / "optim", net)  # returns when all ranks' shares are on the disk
+    write(saving, net, optimizer)
     if dist.get_rank() == 0:
         sync(saving)
         saving.rename(directory / f"step-{step:08}")
@@ -91,6 +85,16 @@ def save(directory: Path, step: int, net: nn.Module, optimizer: ZeroRedundancyOp
         for old in complete(directory)[:-2]:
             old.rename(removing / old.name)  # in an instant, so that none is ever listed in part
         shutil.rmtree(removing)
+
+
+def write(saving: Path, net: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    if dist.get_rank() == 0:
+        saving.mkdir(parents=True, exist_ok=True)
+        with open(saving / "model.pt", "wb") as file:
+            torch.save(net.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+    optimizer.save(saving / "optim", net)  # returns when all ranks' shares are on the disk
 
 
 def sync(directory: Path) -> None:
@@ -112,10 +116,13 @@ def resume(directory: Path, net: nn.Module, optimizer: ZeroRedundancyOptimizer) 
         step.fill_(int(found[-1].name.removeprefix("step-")))
     dist.broadcast(step, 0)  # rank 0 says which, for all
     if step:
-        path = directory / f"step-{step:08}"
-        net.load_state_dict(torch.load(path / "model.pt", weights_only=True))
-        optimizer.load(path / "optim", net)
+        read(directory / f"step-{step:08}", net, optimizer)
     return int(step)
+
+
+def read(path: Path, net: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    net.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    optimizer.load(path / "optim", net)
 
 
 if __name__ == "__main__":

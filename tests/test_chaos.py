@@ -1,21 +1,25 @@
-"""A real job under torchrun whose ranks are killed; `make chaos` does this fifty times."""
+"""A real job under torchrun whose ranks are killed; `make chaos` does this 55 times."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import chaos
 import pytest
 import torch
+import torch.distributed as dist
 from chaos_job import Life, read_lives
 from chaos_plan import (
+    HANDS,
     KEEPS_ITS_RANKS,
     MODES,
     SAVE_EVERY,
     SITES,
     SIZES,
     STEPS,
+    WAYS,
     Plan,
     make_plan,
     make_plans,
@@ -23,6 +27,8 @@ from chaos_plan import (
 from harness import World, distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from onecopy import ZeroRedundancyOptimizer
 
 
 def kill(phase: str, site: str, announcer: int, victim: int, visit: int) -> dict[str, Any]:
@@ -45,6 +51,73 @@ def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been() -
     assert tally.lost_steps == SAVE_EVERY
     # Both ranks, before and after the kills; with the repetition and with a job never killed.
     assert tally.compared == 2 * 2 * (STEPS + SAVE_EVERY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "site", "announcer"),
+    [("full", "before state.send_tensors", 1), ("dcp", "before FileSystemWriter.finish", 0)],
+)
+def test_a_job_that_saves_in_another_way_is_killed_in_its_save_and_goes_on_too(
+    way: str, site: str, announcer: int
+) -> None:
+    phase, _ = WAYS[way]
+    order = kill(phase, site, announcer, victim=0, visit=2)
+    tally = chaos.Tally()
+    chaos.run(Plan(0, "attached", ((2, 1),), {"0.0": order}, way=way), tally)
+    assert dict(tally.places) == {f"{phase}: {site}": 1}
+    assert (tally.failures, tally.resumed, tally.lost_steps) == (0, 1, SAVE_EVERY)
+    assert tally.compared == 2 * 2 * (STEPS + SAVE_EVERY)
+
+
+@distributed(2)
+@pytest.mark.parametrize("way", list(WAYS))
+def test_every_site_of_a_way_is_met_where_the_plan_expects_it_and_what_was_saved_is_loaded(
+    world: World, way: str, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(world.rank))  # torchrun sets it
+        from chaos_ways import WAYS as ACTS
+        from chaos_ways import elastic
+        from chaos_worker import OWNERS, announce_sites
+
+        sites = [site for site in SITES if site.phase in WAYS[way]]
+        for site in sites:
+            owner, name = site.function.split(".")
+            patch.setattr(OWNERS[owner], name, getattr(OWNERS[owner], name))  # is put back
+        patch.setattr(elastic, "write", ACTS[way].write)
+        patch.setattr(elastic, "read", ACTS[way].read)
+        met: set[tuple[str, str]] = set()
+        announce_sites(sites, lambda phase, site: met.add((phase, site)))
+
+        net, optimizer = trained(world)
+        elastic.save(tmp_path, 1, net, optimizer)
+        dist.barrier()
+        other, its_optimizer = trained(world, steps=0)
+        assert elastic.resume(tmp_path, other, its_optimizer) == 1
+    for each, its in ((net, optimizer), (other, its_optimizer)):
+        train(world, each, its, step=2)
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    here = [s for s in sites if not (s.only_rank_0 if world.rank else s.not_rank_0)]
+    assert {(site.phase, str(site)) for site in here} <= met
+
+
+def trained(world: World, steps: int = 1) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    torch.manual_seed(steps)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+    optimizer.attach(net)
+    for step in range(1, steps + 1):
+        train(world, net, optimizer, step)
+    return net, optimizer
+
+
+def train(world: World, net: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+    torch.manual_seed(step * world.size + world.rank)
+    optimizer.zero_grad()
+    net(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
 
 
 def life(**what: Any) -> Life:
@@ -74,6 +147,10 @@ def judged(directory: Path, lives: list[Life], code: int | None, **plan: Any) ->
         ([life(name="0.0", errors={0: "why"}), life()], "0.0 ended by itself:\nrank 0: why"),
         ([life(name="0.0", done=2), life()], "0.0 never came to a kill before torch.save"),
         ([life(name="0.0"), life(done=1)], "0.1 did not come to its end"),
+        (
+            [life(name="0.0"), life(resumed=None, errors={1: "why"})],
+            "0.1 did not load:\nrank 1: why",
+        ),
         ([life(name="0.0")], "1 lives, torchrun ended with 1"),
         ([], "0 lives, torchrun ended with 1"),
     ],
@@ -105,8 +182,9 @@ def test_a_port_that_is_always_taken_ends_with_a_summary(monkeypatch: pytest.Mon
     assert str(tally).startswith("chaos: 0 of 5 kills")
 
 
-def judged_survivor(directory: Path, said: str) -> chaos.Job:
-    first = life(name="0.0", errors={0: said} if said else {}, **KILLED)
+def judged_survivor(directory: Path, said: str, phase: str = "save") -> chaos.Job:
+    killed = {"kill": {**KILLED["kill"], "phase": phase}}
+    first = life(name="0.0", errors={0: said} if said else {}, **killed)
     last = life(done=2, started=1.0, curves={0: {STEPS: (1.0).hex()}})
     return judged(directory, [first, last], code=0, on_machines=True)
 
@@ -139,6 +217,10 @@ IN_ONE_STEP = LOST + "Last seen:\n  ranks 0-1: in step 10, attached, since 20:10
     [
         (IN_ONE_STEP, True),
         (IN_ONE_STEP.replace("in step 10, attached", "in backward 1 after step 9"), True),
+        (IN_ONE_STEP.replace("in step 10, attached", "consolidating the state to rank 0"), True),
+        (IN_ONE_STEP.replace("in step 10, attached", "showing the state for a checkpoint"), True),
+        (IN_ONE_STEP.replace("in step 10, attached", "state consolidated"), False),
+        (IN_ONE_STEP.replace("in step 10, attached", "saving to checkpoints"), False),
         (IN_ONE_STEP.replace("ranks 0-1: in step 10", "ranks 0-1: step 10 finished"), False),
         (IN_ONE_STEP.replace("ranks 0-1", "rank 0"), False),
         (IN_ONE_STEP + "  rank 2: in step 9\n", False),
@@ -152,6 +234,38 @@ def test_a_survivor_at_the_place_of_the_lost_rank_names_nobody_and_is_counted_ap
     job = judged_survivor(tmp_path, said)
     assert (not job.faults, job.tally.unnamed) == (is_enough, is_enough), job.faults
     assert f"{job.tally.unnamed} lost where the survivor was" in str(job.tally)
+
+
+OF_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+IN_DCP = f"""Traceback (most recent call last):
+  File "/site-packages/torch/distributed/checkpoint/state_dict_saver.py", line 196, in save
+    return _save_state_dict(
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 4287, in all_gather
+    work.wait()
+RuntimeError: {OF_GLOO} [127.0.0.1]:21209. This is typically caused by a remote worker crashing.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "phase", "is_enough"),
+    [
+        (IN_DCP, "dcp save", True),
+        (IN_DCP.replace("Connection closed by peer", "Read error"), "dcp save", True),
+        (IN_DCP, "full save", False),
+        (IN_DCP, "save", False),
+        (IN_DCP, "step", False),
+        (IN_DCP.replace("state_dict_saver", "state_dict_loader"), "dcp save", False),
+        (IN_DCP.replace("Connection closed by peer", "Timed out waiting"), "dcp save", False),
+        (IN_DCP + "ValueError: and then something else\n", "dcp save", False),
+        (f"RuntimeError: {OF_GLOO} [127.0.0.1]:21209.", "dcp save", False),
+    ],
+)
+def test_torchs_error_is_enough_out_of_dcps_save_alone_and_counted_apart(
+    tmp_path: Path, said: str, phase: str, is_enough: bool
+) -> None:
+    job = judged_survivor(tmp_path, said, phase)
+    assert (not job.faults, job.tally.told_by_torch) == (is_enough, is_enough), job.faults
+    assert f"{job.tally.told_by_torch} told by torch alone" in str(job.tally)
 
 
 def test_a_checkpoint_is_complete_when_rank_0_says_so(tmp_path: Path) -> None:
@@ -185,11 +299,11 @@ def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(0, 100, 9))
 def test_plans_follow_from_the_seed_and_reach_every_site_and_mode(seed: int) -> None:
-    plans = make_plans(50, machines=3, seed=seed)
-    assert plans == make_plans(50, machines=3, seed=seed)
-    of_ranks, of_machines = plans[:10], plans[10:]
+    plans = make_plans(55, machines=5, seed=seed)
+    assert plans == make_plans(55, machines=5, seed=seed)
+    of_ranks, of_machines = plans[:11], plans[11:]
     kills = [order for plan in of_ranks for order in plan.kills.values()]
-    assert len(kills) == 50
+    assert len(kills) == 55
     assert {(order["phase"], order["site"]) for order in kills} == {
         (site.phase, str(site)) for site in SITES
     }
@@ -201,12 +315,16 @@ def test_plans_follow_from_the_seed_and_reach_every_site_and_mode(seed: int) -> 
         assert sizes in SIZES or sizes[0] in whole
         assert len(sizes) == 1 or plan.mode not in KEEPS_ITS_RANKS
         assert sum(count for _, count in plan.launches) == len(plan.kills)
-        assert plan.kills["0.0"]["phase"] != "load"
+        assert not plan.kills["0.0"]["phase"].endswith("load")
+        assert not {order["phase"] for order in plan.kills.values()} & phases_of_others(plan.way)
         alone = [f"{n}." for n, (ranks, _) in enumerate(plan.launches) if ranks == 1]
         of_one = [o["phase"] for life, o in plan.kills.items() if life.startswith(tuple(alone))]
         assert "lending" not in of_one
     assert all(plan.on_machines for plan in of_machines)
-    assert {plan.kills["0.0"]["phase"] for plan in of_machines} >= {"save", "lending"}
+    lost_in = {plan.kills["0.0"]["phase"]: plan.way for plan in of_machines}
+    of_saves = {phases[0]: way for way, phases in WAYS.items()}
+    assert lost_in.items() >= {**of_saves, "lending": "own"}.items()
+    assert len(lost_in) == 5
     assert all(plan.lends == (plan.kills["0.0"]["phase"] == "lending") for plan in of_machines)
 
 
@@ -215,7 +333,16 @@ def test_a_job_with_few_kills_has_a_plan(kills: int) -> None:
     for seed in range(100):
         plan = make_plan(seed, kills)
         assert len(plan.kills) == kills
-        assert plan.kills["0.0"]["phase"] != "load"
+        assert not plan.kills["0.0"]["phase"].endswith("load")
+        assert not {order["phase"] for order in plan.kills.values()} & phases_of_others(plan.way)
+
+
+def phases_of_others(way: str) -> set[str]:
+    return {phase for other, phases in WAYS.items() if other != way for phase in phases}
+
+
+def test_every_job_of_a_row_may_be_in_every_mode_and_size() -> None:
+    assert math.gcd(len(HANDS), len(MODES)) == math.gcd(len(HANDS), len(SIZES)) == 1
 
 
 def losses_of_plain_ddp(

@@ -52,6 +52,10 @@ class Life:
         return not self.joined and "EADDRINUSE" in self.what_went_wrong
 
     @property
+    def did_not_load(self) -> bool:
+        return self.joined > 0 and self.resumed is None and bool(self.errors)
+
+    @property
     def what_went_wrong(self) -> str:
         return "".join(f"rank {rank}: {error}" for rank, error in self.errors.items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,13 @@ MODES = ("drop-in", "attached", "attached DDP", "lazy", "masters")
 # are not close enough to be compared.
 KEEPS_ITS_RANKS = ("masters",)
 SIZES = ((3, 2), (2,), (3,), (2, 1))  # ranks, and to what they shrink
+# How a job saves and loads: the phases in which it does.
+WAYS = {
+    "own": ("save", "load"),
+    "full": ("full save", "full load"),
+    "dcp": ("dcp save", "dcp load"),
+}
+SAVES, LOADS = zip(*WAYS.values(), strict=True)
 
 
 class Site(NamedTuple):
@@ -24,6 +32,7 @@ class Site(NamedTuple):
     function: str  # "Class.method" or "module.function"; chaos_worker.py knows where they are
     calls: int = 1  # the kill falls at one of so many
     only_rank_0: bool = False
+    not_rank_0: bool = False
     needs_others: bool = False  # is never met on one rank
     only_at_first: bool = False  # is met for certain in the first step of a life only
 
@@ -65,11 +74,57 @@ SITES = (
     Site("load", "before", "Exchange.answer"),
     Site("load", "before", "loading.load_into"),
     Site("load", "after", "loading.load_into"),
+    Site("full save", "before", "full_state.consolidate"),
+    Site("full save", "before", "state.send_tensors", calls=2, not_rank_0=True, needs_others=True),
+    Site("full save", "after", "state.receive_tensors", calls=2, only_rank_0=True),
+    Site("full save", "after", "full_state.consolidate"),
+    Site("full save", "before", "torch.save", only_rank_0=True),
+    Site("full save", "after", "torch.save", only_rank_0=True),
+    Site("full save", "before", "Path.rename", calls=2, only_rank_0=True),
+    Site("full save", "after", "Path.rename", calls=2, only_rank_0=True),
+    Site("full load", "after", "torch.load"),
+    Site("full load", "after", "keeping.load"),
+    Site("dcp save", "before", "DefaultSavePlanner.create_local_plan"),
+    Site("dcp save", "before", "DefaultSavePlanner.create_global_plan", only_rank_0=True),
+    Site("dcp save", "before", "FileSystemWriter.write_data"),
+    Site("dcp save", "after", "FileSystemWriter.write_data"),
+    Site("dcp save", "before", "FileSystemWriter.finish", only_rank_0=True),
+    # The first of a save gives the metadata its name.
+    Site("dcp save", "before", "Path.rename", calls=3, only_rank_0=True),
+    Site("dcp save", "after", "Path.rename", calls=3, only_rank_0=True),
+    Site("dcp load", "before", "FileSystemReader.read_data"),
+    Site("dcp load", "before", "ShardedState.load_state_dict"),
+    Site("dcp load", "after", "keeping.load"),
     ANY,
     ANY,
     ANY,
 )
 PHASES = tuple(dict.fromkeys(site.phase for site in SITES))
+
+
+class Hand(NamedTuple):
+    """What a job is given."""
+
+    way: str
+    sites: tuple[Site, ...]
+
+
+HANDS_OF = {"own": 5, "full": 3, "dcp": 3}
+
+
+def _deal() -> tuple[Hand, ...]:
+    """All sites, five to a hand: those of a way to its own hands, the others where there is room.
+    Hands of a way are as far from one another as can be."""
+    of_ways = {way: [s for s in SITES if s.phase in phases] for way, phases in WAYS.items()}
+    others = itertools.cycle(s for s in SITES if s.phase not in (*SAVES, *LOADS))
+    hands = []
+    for way, count in HANDS_OF.items():
+        room = count * KILLS_A_JOB - len(of_ways[way])
+        sites = _spread([*of_ways[way], *itertools.islice(others, room)])
+        for number in range(count):
+            hand = Hand(way, sites[number * KILLS_A_JOB : (number + 1) * KILLS_A_JOB])
+            hands.append(((number + 0.5) / count, hand))
+    return tuple(hand for _, hand in sorted(hands, key=lambda place: place[0]))
 
 
 def _spread(sites: Sequence[Site]) -> tuple[Site, ...]:
@@ -79,7 +134,9 @@ def _spread(sites: Sequence[Site]) -> tuple[Site, ...]:
     return tuple(site for _, site in sorted(places, key=lambda place: place[0]))
 
 
-DECK = _spread(SITES)  # dealt to the jobs, five each, and over again
+# One for each job, and over again. Their number has no divisor in common with those of modes and
+# sizes, so that other seeds bring other combinations.
+HANDS = _deal()
 
 _WHILE_THE_FIRST_WAITS = ("Writer.append", "os.fsync", "Exchange.report")
 # Where the second machine is lost; one after the other.
@@ -87,6 +144,8 @@ OF_MACHINES: tuple[tuple[Site, ...], ...] = (
     tuple(s for s in SITES if s.phase == "save" and s.function in _WHILE_THE_FIRST_WAITS),
     tuple(s for s in SITES if s.phase == "lending" and not s.only_at_first),
     tuple(s for s in SITES if s.phase in ("backward", "step", "gather")),
+    tuple(s for s in SITES if s.phase == "full save" and s.when == "before" and not s.only_rank_0),
+    tuple(s for s in SITES if s.phase == "dcp save" and not s.only_rank_0),
 )
 
 
@@ -99,13 +158,14 @@ class Plan:
     launches: tuple[tuple[int, int], ...]  # (ranks, kills); the last one goes on to the end
     kills: dict[str, dict[str, Any]]  # by life
     on_machines: bool = False  # one for each rank
+    way: str = "own"  # to save and to load
     lends: bool = True  # two machines do so too if they are one in truth: then they notice a loss
     # by themselves, while torchrun tells the ranks of one agent
 
     def __str__(self) -> str:
         sizes = " then ".join(str(ranks) for ranks, _ in self.launches)
         where = ", a machine lost" if self.on_machines else ""
-        return f"seed {self.seed}, {self.mode}, {sizes} ranks{where}"
+        return f"seed {self.seed}, {self.mode}, saved {self.way}, {sizes} ranks{where}"
 
 
 def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
@@ -113,7 +173,8 @@ def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     mode = MODES[seed % len(MODES)]
     ranks, *fewer = SIZES[seed % len(SIZES)]
     ends_alone = fewer == [1]
-    sites = [DECK[(seed * KILLS_A_JOB + number) % len(DECK)] for number in range(kills)]
+    way, hand = HANDS[seed % len(HANDS)]
+    sites = list(hand[:kills])
     rng.shuffle(sites)
     sites.sort(key=lambda site: ends_alone and not site.needs_others)
     first = next((number for number, site in enumerate(sites) if _may_come_first(site)), None)
@@ -131,12 +192,12 @@ def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
         name: _order(rng, site, size, is_first=name == "0.0")
         for name, site, size in zip(names, sites, sizes, strict=True)
     }
-    return Plan(seed, mode, launches, orders)
+    return Plan(seed, mode, launches, orders, way=way)
 
 
 def _may_come_first(site: Site) -> bool:
     """The first kill of a job comes when there is a checkpoint, and nothing has been loaded."""
-    return site.phase != "load" and not site.only_at_first
+    return site.phase not in LOADS and not site.only_at_first
 
 
 def lost_machine(seed: int) -> Plan:
@@ -146,7 +207,7 @@ def lost_machine(seed: int) -> Plan:
     turn = seed // len(OF_MACHINES)
     site = sites[turn % len(sites)]
     # In drop-in mode the first may wait in DDP, whose errors name nobody; in a save it does not.
-    others = () if site.phase == "save" else ("drop-in",)
+    others = () if site.phase in SAVES else ("drop-in",)
     modes = [mode for mode in MODES if mode not in (*KEEPS_ITS_RANKS, *others)]
     order = {**_order(rng, site, 2, is_first=True), "announcer": 1, "victim": 1}
     return Plan(
@@ -155,6 +216,7 @@ def lost_machine(seed: int) -> Plan:
         ((2, 1),),
         {"0.0": {**order, "with_agent": True}},
         on_machines=True,
+        way=next((way for way, phases in WAYS.items() if site.phase in phases), "own"),
         lends=site.phase == "lending",
     )
 
@@ -162,15 +224,15 @@ def lost_machine(seed: int) -> Plan:
 def _order(rng: random.Random, site: Site, ranks: int, is_first: bool) -> dict[str, Any]:
     """The kill falls at the `call`-th call of the site, counted from the `visit`-th visit of its
     phase on; in the phase "any", `delay` steps after that visit began."""
-    visits = {"load": 1, "save": rng.randint(1, 2) + is_first}
-    visit = visits.get(site.phase, rng.randint(2, 8) + SAVE_EVERY * is_first)
+    of_saves, of_steps = rng.randint(1, 2) + is_first, rng.randint(2, 8) + SAVE_EVERY * is_first
+    visit = of_saves if site.phase in SAVES else 1 if site.phase in LOADS else of_steps
     return {
         "phase": site.phase,
         "site": str(site),
         "visit": 1 if site.only_at_first else visit,
         "call": rng.randint(1, site.calls),
         "delay": rng.uniform(0, 3),
-        "announcer": 0 if site.only_rank_0 else rng.randrange(ranks),
+        "announcer": 0 if site.only_rank_0 else rng.randrange(site.not_rank_0, ranks),
         "victim": 0 if site.only_rank_0 else rng.randrange(ranks),
     }
 

@@ -24,23 +24,35 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_plan import SITES
+import torch.distributed.checkpoint as dcp
+from chaos_plan import SITES, WAYS, Site
+from chaos_ways import elastic, take
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
-from onecopy import exchange, gatherer, loading, neighbours, reader, saving, transport, writer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import elastic
+from onecopy import (
+    exchange,
+    full_state,
+    gatherer,
+    keeping,
+    loading,
+    neighbours,
+    reader,
+    saving,
+    state,
+    stateful,
+    transport,
+    writer,
+)
 
 RANK = int(os.environ["RANK"])
 GROUP_TIMEOUT = timedelta(minutes=15)  # nobody may need it: the trial's own limit is shorter
@@ -74,17 +86,24 @@ class Gradients:
 
 OWNERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
+    "DefaultSavePlanner": dcp.DefaultSavePlanner,
     "Exchange": exchange.Exchange,
+    "FileSystemReader": dcp.FileSystemReader,
+    "FileSystemWriter": dcp.FileSystemWriter,
     "Gatherer": gatherer.Gatherer,
     "Gradients": Gradients,
     "Loan": neighbours.Loan,
     "Path": Path,
     "Reader": reader.Reader,
+    "ShardedState": stateful.ShardedState,
     "Transport": transport.Transport,
     "Writer": writer.Writer,
+    "full_state": full_state,
+    "keeping": keeping,
     "loading": loading,
     "os": os,
     "saving": saving,
+    "state": state,
     "torch": torch,
 }
 
@@ -172,14 +191,10 @@ class Executioner:
             os.kill(victim["pid"], signal.SIGKILL)
 
 
-def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
+def announce(executioner: Executioner, diary: Diary, kept: Path, way: str) -> None:
     """Put the announcements around what is to be announced."""
-    for site in dict.fromkeys(SITES):
-        owner, _, name = site.function.partition(".")
-        if owner in OWNERS:
-            tell = functools.partial(executioner.at, site.phase, str(site))
-            before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
-            _around(OWNERS[owner], name, before, after)
+    phase_of_saves, phase_of_loads = WAYS[way]
+    announce_sites(dict.fromkeys(SITES), executioner.at)
     visiting = executioner.visiting
     _visited(torch.Tensor, "backward", lambda: visiting("backward"))
     _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: visiting("step"))
@@ -188,7 +203,7 @@ def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
 
     def saved(directory: Path, step: int, *args: Any) -> None:
         diary.write(saving=step)
-        with visiting("save"):
+        with visiting(phase_of_saves):
             save(directory, step, *args)
         diary.write(saved=step)
 
@@ -196,12 +211,22 @@ def announce(executioner: Executioner, diary: Diary, kept: Path) -> None:
         found = elastic.complete(directory)
         if RANK == 0 and found:  # files of a checkpoint never change, so links will do
             shutil.copytree(found[-1], kept / found[-1].name, copy_function=os.link)
-        with visiting("load") if found else contextlib.nullcontext():
+        with visiting(phase_of_loads) if found else contextlib.nullcontext():
             step = resume(directory, *args)
         diary.write(resumed=step)
         return step
 
     elastic.save, elastic.resume = saved, resumed
+
+
+def announce_sites(sites: Iterable[Site], at: Callable[[str, str], None]) -> None:
+    """Have each of them told by its phase and its name, whenever it is met in whatever phase."""
+    for site in sites:
+        owner, _, name = site.function.partition(".")
+        if owner in OWNERS:
+            tell = functools.partial(at, site.phase, str(site))
+            before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
+            _around(OWNERS[owner], name, before, after)
 
 
 def _nothing() -> None: ...
@@ -259,7 +284,8 @@ def run_train(job: Path, launch: str) -> None:
     mine = order if order and order["announcer"] == RANK else None
     victim = diary.path.with_name(f"{life}-{order['victim']}.jsonl") if order else Path()
     executioner = Executioner(mine, diary, victim)
-    announce(executioner, diary, job / "kept" / life)
+    take(orders["way"])
+    announce(executioner, diary, job / "kept" / life, orders["way"])
     mode = orders["mode"]
     build_with(lazy=mode == "lazy", bucket_mb=MANY_BUCKETS, **masters_of(mode))
     if orders["lends"]:
@@ -276,7 +302,7 @@ def run_train(job: Path, launch: str) -> None:
         dist.barrier()  # else a victim might have left already
         dist.destroy_process_group()
         diary.write(done=True)
-    except Exception:
+    except (Exception, CheckpointException):  # DCP's is no Exception
         diary.write(error=traceback.format_exc())
         raise
 
@@ -284,7 +310,9 @@ def run_train(job: Path, launch: str) -> None:
 def run_replay(job: Path, orders: str) -> None:
     """Train from each of the checkpoints in turn, and write down the losses. All in one bucket,
     which is sent and awaited at once: that changes no bit."""
-    mode = json.loads((job / "orders.json").read_text())["mode"]
+    of_job = json.loads((job / "orders.json").read_text())
+    mode = of_job["mode"]
+    take(of_job["way"])
     build_with(lazy=False, **masters_of(mode))
     os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     elastic.save = lambda *_: None
