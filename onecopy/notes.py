@@ -1,7 +1,9 @@
 """Where each rank was last seen, kept in the c10d store for the error messages of the others.
 
 A note costs microseconds and no collective. When a collective fails because a rank is missing,
-every rank that waited reads the notes and raises the same error: who was where.
+every rank that waited reads the notes and raises the same error: who was where. If all were at the
+same place, the notes do not tell who is missing: then the ranks on which it failed answer a roll
+call, and whoever does not is lost, or stopped, or still waits.
 """
 
 from __future__ import annotations
@@ -62,9 +64,13 @@ class Notes:
         come to ask, changes nothing, and every rank shows the same. A group in which a collective
         has failed is of no use any more, so there is one report for all times.
         """
-        found = self._describe(ended)
         if self.store is None or self.world_size == 1:
-            return found
+            return self._describe(ended)
+        with contextlib.suppress(RuntimeError):
+            self.store.set(_answer_of(self.rank), "here")
+            if self.store.check([_REPORT]):
+                return str(self.store.get(_REPORT).decode())
+        found = self._describe(ended)
         try:
             kept: str = self.store.compare_set(_REPORT, "", found).decode()
         except (RuntimeError, NotImplementedError):  # it went down with the rank that hosts it
@@ -86,7 +92,6 @@ class Notes:
             f"\n  {name_ranks(ranks)}: {text}{seen[ranks[0]].since}"
             for (_, text), ranks in places.items()
         )
-        who = "the ranks are doing different things, or one was lost"
         strayed = [rank for rank in missing if seen[rank].is_elsewhere]
         if strayed:
             who = "the ranks build optimizers for different process groups"
@@ -94,7 +99,26 @@ class Notes:
             who = f"{name_ranks(missing)} did not arrive"
         elif ended:
             who = f"{name_ranks(ended)} ended"
+        elif len(places) == 1:
+            who = self._call_the_roll()
+        else:
+            who = "the ranks are doing different things, or one was lost"
         return f"a collective failed: {who}. Last seen:{views}"
+
+    def _call_the_roll(self) -> str:
+        """Who has not come to the same end as this rank, if all were at the same place. Those that
+        wait for a lost rank learn of it at about the same time."""
+        answers = [_answer_of(rank) for rank in range(self.world_size)]
+        patience = time.monotonic() + ANSWER_WITHIN
+        try:
+            while not self.store.check(answers):
+                if time.monotonic() > patience:
+                    silent = [r for r, key in enumerate(answers) if not self.store.check([key])]
+                    return f"{name_ranks(silent)} did not answer: lost, stopped, or still waiting"
+                time.sleep(0.05)
+        except RuntimeError:  # it goes down with the rank that hosts it
+            return "one was lost, and with it the store that would tell which"
+        return "all ranks are there, so the connection was lost, or they send different things"
 
     def _read(self) -> list[_Note] | None:
         """The notes of all ranks, if there is a store to read them from."""
@@ -168,8 +192,14 @@ class Lobby:
         return f"onecopy/building/{member}"
 
 
+ANSWER_WITHIN = 5.0  # seconds
 _REPORT = "onecopy/report"
 _NEVER_SEEN = _Note(0, "never seen", "")
+
+
+def _answer_of(rank: int) -> str:
+    return f"onecopy/failed/{rank}"
+
 
 # Shared by all optimizers of a group: the order of their steps is part of being level.
 _notes: weakref.WeakKeyDictionary[Any, Notes] = weakref.WeakKeyDictionary()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer, neighbours
+from onecopy.gatherer import Gatherer
 
 # Ignored in what a shell has started in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -166,11 +167,16 @@ def caught() -> None:
 # ---------------------------------------- stopped ----------------------------------------
 
 
-def without_the_other(wait: Callable[[], Any]) -> None:
-    """Rank 1 stops as a machine without power does: no connection is closed. What rank 0 says."""
+def stop(*_: Any) -> None:
+    """As a machine without power does: no connection is closed."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def without_the_other(wait: Callable[[], Any], stops_at_once: bool = True) -> None:
+    """Rank 1 stops. What rank 0 says."""
     together()
-    if RANK == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if RANK == 1 and stops_at_once:
+        stop()
     start = time.monotonic()
     try:
         wait()
@@ -186,6 +192,14 @@ def stopped_before_a_step() -> None:
 def stopped_before_a_backward() -> None:
     optimizer = made()
     without_the_other(lambda: (backward(), optimizer.step()))
+
+
+def stopped_in_a_step() -> None:
+    """Where the other one is, too."""
+    optimizer = made(attach=False)
+    if RANK == 1:
+        Gatherer.start = stop  # type: ignore[assignment]
+    without_the_other(optimizer.step, stops_at_once=False)
 
 
 # ---------------------------------------- exiting ----------------------------------------

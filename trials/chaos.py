@@ -47,12 +47,6 @@ from chaos_job import Hang, Life, read_lives, torchrun, torchrun_on_two_machines
 from chaos_plan import SAVE_EVERY, STEPS, Plan, make_plans
 
 BOUND = 1e-5  # relative
-# All a survivor can say, in a group of several hosts, of a rank that went where it was itself.
-AT_ONE_PLACE = re.compile(
-    r"a collective failed: the ranks are doing different things, or one was lost\. Last seen:"
-    r"\n  ranks 0-1: (in (step|backward \d+ after step) \d+|consolidating the state to rank 0"
-    r"|showing the state for a checkpoint)\b[^\n]*\s*\Z"
-)
 # What torch says of a lost connection, if it was waiting inside dcp.save: in the collectives that
 # DCP makes on the job's own group, of which the optimizer knows nothing.
 IN_DCP = re.compile(
@@ -73,7 +67,6 @@ class Tally:
     planned: int = 0  # kills
     jobs: int = 0
     resumed: int = 0  # kills after which the job went on, as is judged
-    unnamed: int = 0  # lost machines whose survivor was last seen at the same place
     told_by_torch: int = 0  # lost machines whose survivor waited in DCP
     lost_steps: int = 0  # begun, and done again after the restart
     hangs: int = 0
@@ -107,7 +100,6 @@ class Tally:
             f"chaos: {self.kills.total()} of {self.planned} kills in {self.jobs} jobs ({by_phase}) "
             f"at {len(self.places)} sites: "
             f"{self.resumed} resumed, {self.lost_steps} steps lost and done again, "
-            f"{self.unnamed} lost where the survivor was, which so names nobody, "
             f"{self.told_by_torch} told by torch alone, in DCP, "
             f"{self.hangs} hangs, {self.not_loaded} checkpoints that did not load, "
             f"{self.differing} of {self.compared + self.means} losses differ "
@@ -202,13 +194,12 @@ class Job:
             self._fault(f"{life.name} did not come to its end:\n{wrong}")
 
     def _judge_survivor(self, life: Life, lost: int) -> None:
-        """Nobody has ended it: it has noticed, and says who is gone, or that both were at the
-        same place. In DCP's own save torch may have noticed."""
+        """Nobody has ended it: it has noticed, and says who is gone. In DCP's own save torch may
+        have noticed."""
         error = life.errors.get(1 - lost, "")
-        names = rf"\brank {lost} (did not arrive|ended)|from rank {lost}\b|of the ranks \[{lost}\]"
-        if AT_ONE_PLACE.search(error):
-            self.tally.unnamed += 1
-        elif life.kill and life.kill["phase"] == "dcp save" and IN_DCP.search(error):
+        said = rf"\brank {lost} (did not arrive|did not answer|ended)"
+        names = rf"{said}|from rank {lost}\b|of the ranks \[{lost}\]"
+        if life.kill and life.kill["phase"] == "dcp save" and IN_DCP.search(error):
             self.tally.told_by_torch += 1
         elif not re.search(names, error):
             self._fault(f"{life.name}: the other machine does not name rank {lost}:\n{error}")
