@@ -146,6 +146,17 @@ class Company:
             self._give_up(f"{type(signal).__name__} came while this rank waited for the others")
             raise
 
+    @contextlib.contextmanager
+    def or_give_up(self, doing: str) -> Iterator[None]:
+        """Around what the others count on, and what cannot be done a second time: if it is
+        interrupted, this rank can never be level with them again."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._notes.failure:
+                self._give_up(f"{type(error).__name__} came while this rank was {doing}: {error}")
+            raise
+
     def _give_up(self, reason: str) -> None:
         self._notes.failure = reason
         self.neighbours.abandon()

@@ -1,8 +1,9 @@
-"""What state an optimizer is in: ready, in a step, or torn by a step that failed in the middle.
+"""What state an optimizer is in: ready, in a step, or torn by something that failed in the middle.
 
 A step that raises before it has changed anything leaves a ready optimizer: it can be called again.
 One that raises later leaves parameters of two ages, of which nothing good can come: the optimizer
-says so at every use, until state is loaded.
+says so at every use, until state is loaded. So does a load that was interrupted when there was no
+way back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class State(enum.Enum):
     READY = "ready"
     STEPPING = "stepping"  # and nothing has changed yet
     CHANGING = "changing"  # this rank's parameters, or what it holds of the others'
-    TORN = "torn"  # a step has failed while it changed them
+    TORN = "torn"  # a step has failed while it changed them, or a load at its end
 
 
 class Condition:
@@ -26,7 +27,7 @@ class Condition:
         self.state = State.READY
         self._step = 0
         self._updated = self._buckets = 0
-        self._reason = ""
+        self._refusal = ""
 
     @contextlib.contextmanager
     def stepping(self, step: int, buckets: int) -> Iterator[None]:
@@ -36,8 +37,12 @@ class Condition:
             yield
         except BaseException as error:
             if self.state is State.CHANGING:
-                summary, *_ = str(error).splitlines() or [""]
-                self.state, self._reason = State.TORN, f"{type(error).__name__}: {summary}"
+                self._tear(
+                    f"step {self._step} failed after {self._updated} of {self._buckets} buckets "
+                    f"({_in_a_line(error)}): a part of the parameters and of the state is updated, "
+                    "another is not. Load a checkpoint of the model and of the optimizer, on all "
+                    "ranks"
+                )
             else:
                 self.state = State.READY
             raise
@@ -52,23 +57,34 @@ class Condition:
         self.state = State.CHANGING
         self._updated += 1
 
-    def mended(self) -> None:
-        """State was loaded."""
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the end of a load, from which there is no way back. Then all is well again."""
+        try:
+            yield
+        except BaseException as error:
+            self._tear(
+                f"loading has failed in the middle ({_in_a_line(error)}): a part of the state is "
+                "the new one, another is not. Load again, on all ranks"
+            )
+            raise
         self.state = State.READY
+
+    def _tear(self, refusal: str) -> None:
+        self.state, self._refusal = State.TORN, refusal
 
     @property
     def refusal(self) -> str | None:
         """Why the optimizer cannot be used, and what helps."""
-        if self.state is not State.TORN:
-            return None
-        return (
-            f"step {self._step} failed after {self._updated} of {self._buckets} buckets "
-            f"({self._reason}): a part of the parameters and of the state is updated, another is "
-            "not. Load a checkpoint of the model and of the optimizer, on all ranks"
-        )
+        return self._refusal if self.state is State.TORN else None
 
     def require_whole(self) -> None:
-        """Raise if a step has failed in the middle."""
+        """Raise if something has failed in the middle."""
         refusal = self.refusal
         if refusal is not None:
             raise RuntimeError(refusal)
+
+
+def _in_a_line(error: BaseException) -> str:
+    summary, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {summary}"

@@ -69,7 +69,8 @@ class Flights:
             if lane.memory is not None:  # maybe lent by another lane, also if this one only sends
                 self._transport.wait_until_read(lane.memory)
             lane.fill(gradients, share)
-            self._under_way.append(self._send(lane))
+            with self._transport.company.or_give_up("sending gradients"):
+                self._under_way.append(self._send(lane))
 
     def _send(self, lane: Lane) -> Flight:
         rank, world = self._transport.rank, self._transport.world_size
@@ -96,11 +97,14 @@ class Flights:
 
     def land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""
-        flight = self._under_way.popleft()
+        flight = self._under_way[0]
         with self._transport.ledger.waiting(Phase.REDUCE, flight.lane.bucket):
             flight.pending.wait()
-            flight.lane.add(flight.read())
-            flight.give_back()
+            # Added up in part, or without being crossed off, it could not be added up again.
+            with self._transport.company.or_give_up("adding up gradients"):
+                flight.lane.add(flight.read())
+                flight.give_back()
+                self._under_way.popleft()
 
     def land_all(self) -> None:
         while self._under_way:
@@ -121,7 +125,8 @@ class Flights:
         """Wait for all, and add up none: what was lent is given back."""
         while self._under_way:
             self._under_way[0].pending.wait()
-            self._under_way.popleft().give_back()
+            self._under_way[0].give_back()
+            self._under_way.popleft()
 
     def forget(self) -> None:
         """Without waiting: when there is no group any more, nothing will arrive."""

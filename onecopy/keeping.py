@@ -98,23 +98,23 @@ class KeepsState(Parts):
 
     def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
-        self._condition.mended()
-        if self._plan is not plan:
-            self._shards.settle()
-        load_masters(self._local, loadable)
+        with self._condition.loading():
+            self._state_has_changed()
+            self._full_state.forget("a state dict was loaded after the last consolidation")
+            if self._plan is not plan:
+                self._shards.settle()
+            load_masters(self._local, loadable)
+            for group, inner, saved in zip(
+                self.param_groups, self._local.param_groups, loadable.groups, strict=True
+            ):
+                kept = {key: group[key] for key in NOT_OPTIONS if key in group}
+                if "param_names" in saved:
+                    kept["param_names"] = list(saved["param_names"])
+                group.clear()
+                group.update(kept)
+                group.update(options_of(inner))
+            self._policies.remember_flags(self._roster.policies, self.param_groups)
         self._warn_of_masters(loadable)
-        for group, inner, saved in zip(
-            self.param_groups, self._local.param_groups, loadable.groups, strict=True
-        ):
-            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
-            if "param_names" in saved:
-                kept["param_names"] = list(saved["param_names"])
-            group.clear()
-            group.update(kept)
-            group.update(options_of(inner))
-        self._policies.remember_flags(self._roster.policies, self.param_groups)
-        self._state_has_changed()
-        self._full_state.forget("a state dict was loaded after the last consolidation")
 
     def _warn_of_masters(self, loadable: Loadable) -> None:
         """Of master copies on one side only, once for all ranks."""

@@ -55,7 +55,7 @@ class Loan:
     letter: tuple[int, int]  # by which it is found
     address: Address = field(init=False)  # once it has arrived
     memory: Borrowed = field(init=False)
-    _is_given_back: bool = False
+    is_given_back: bool = False
 
     def arrive(self, patience: Callable[[], float]) -> None:
         """Wait until the data can be read."""
@@ -70,9 +70,9 @@ class Loan:
 
     def give_back(self) -> None:
         """It was read: the lender may write there again. Once, however often this is called."""
-        if not self._is_given_back:
-            self._is_given_back = True
+        if not self.is_given_back:
             self.memory.give_back(self.neighbourhood.rank, self.address.ticket)
+            self.is_given_back = True
 
 
 @dataclass(eq=False)

@@ -38,4 +38,5 @@ class Pending:
         with self._company.naming_absentees():
             for loan in self._loans:
                 loan.arrive(self._company.patience)
-        self._works = self._tensors = self._loans = ()
+            # Here, where an interruption is final: a letter cannot be read twice.
+            self._works = self._tensors = self._loans = ()

@@ -50,12 +50,13 @@ class Transfer:
         return Journey(Pending.together([borrowing, transport.share(self.parts)]), loans)
 
     def arrive(self, journey: Journey) -> None:
-        """Wait, and bring everything to its place."""
+        """Wait, and bring everything to its place. If it is interrupted, it can be called again."""
         journey.pending.wait()
         self.copy_out.run()
         for borrowing, loan in zip(self.borrowings, journey.loans, strict=True):
-            borrowing.read(loan)
-            loan.give_back()
+            if not loan.is_given_back:
+                borrowing.read(loan)
+                loan.give_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ ROWS = re.findall(r"^\| `(.+?)`[ |]", (ROOT / "docs" / "errors.md").read_text(),
 HOLE = "…"
 
 # Messages that are made in one place, to be raised and noted in others.
-MADE_ELSEWHERE = ("a collective failed", "step … failed", "the process group ")
+MADE_ELSEWHERE = ("a collective failed", "the process group ")
 
 # Caught within the package, or impossible. By the beginning of the message.
 NOT_FOR_USERS = (
@@ -59,7 +59,7 @@ def said(node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
         name = getattr(node.value.func, "id", "")
         return node.value.args[0] if name == "RanksDisagree" else None
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warning":
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("warning", "_tear"):
         return node.args[0]
     return None
 

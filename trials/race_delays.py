@@ -17,7 +17,7 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -38,9 +38,10 @@ from onecopy.roadway import Roadway
 from onecopy.semaphores import Semaphore
 from onecopy.transfers import Borrowing, Lending, Transfer
 from onecopy.transport import Transport
+from onecopy.verdict import Verdict
 
 COLLECTIVES = (Company, Exchange, Flight, Flights, Gatherer, Lane, Pending, Reducer, Roadway)
-COLLECTIVES += (Transfer, Transport)
+COLLECTIVES += (Transfer, Transport, Verdict)
 HOOKS = (Attachment, DDPFeed, LazyWaits, ModuleFeed, ZeroRedundancyOptimizer, _Switch)
 LENDING = (Borrowed, Borrowing, Inbox, Lending, Loan, Neighbourhood, Outbox, Semaphore)
 LENDING += (SharedMemory, _Box)
@@ -62,9 +63,9 @@ class Delays(contextlib.ExitStack):
     def __enter__(self) -> Delays:
         super().__enter__()
         for cls in DELAYED:
-            for name, function in vars(cls).items():
-                if inspect.isfunction(function) and not name.startswith("__"):
-                    late = self._late(function)
+            for name, member in list(vars(cls).items()):
+                late = None if name.startswith("__") else self._late_member(member)
+                if late is not None:
                     self.enter_context(mock.patch.object(cls, name, late))
         self.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(QUICK_SWITCHES)
@@ -75,6 +76,27 @@ class Delays(contextlib.ExitStack):
         if self._random.random() < OFTEN:
             self.count += 1
             time.sleep(self._random.random() * self._longest)
+
+    def _late_member(self, member: Any) -> Any:
+        """A method with delays; nothing instead of what is none."""
+        if isinstance(member, classmethod):
+            return classmethod(self._late(member.__func__))
+        if not inspect.isfunction(member):
+            return None
+        is_manager = inspect.isgeneratorfunction(inspect.unwrap(member))
+        return self._late_manager(member) if is_manager else self._late(member)
+
+    def _late_manager(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def late(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            self.sleep()
+            with function(*args, **kwargs) as value:
+                self.sleep()
+                yield value
+                self.sleep()
+            self.sleep()
+
+        return late
 
     def _late(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)  # DDP looks at the annotations of its hook
