@@ -29,7 +29,7 @@ from typing import Any
 import costs
 import machine
 import page
-from goals import ATTACHED, LAZY, NARROW
+from goals import ATTACHED, LAZY, NARROW, TCP
 from heats import REFERENCES, Course, Entry, run
 from hosts import LOOPBACK, NoHosts, Wire, two_hosts
 from methods import METHODS
@@ -40,14 +40,14 @@ from workloads import WORKLOADS
 
 # Where a turn is short, a disturbance weighs more, and another turn costs less.
 ROUNDS = {"gpt": 4, "gpt-short": 5, "tiny": 8, "conv": 5, "muon": 8}
-# One of each kind, which fit into one heat; the others are variants of them.
+# One of each kind; the others are variants of them.
 CORE = (
     *REFERENCES,
-    *("FSDP2", "DeepSpeed ZeRO-1", "fairscale OSS"),
-    *("onecopy", "onecopy attached to DDP", ATTACHED, "onecopy attached, all through TCP", LAZY),
+    *("torch, both kinds of views", "FSDP2", "DeepSpeed ZeRO-1", "fairscale OSS"),
+    *("onecopy", "onecopy attached to DDP", ATTACHED, TCP, LAZY),
 )
-# Without those that are behind on every wire.
-FASTEST = (*REFERENCES, "fairscale OSS", "onecopy", "onecopy attached to DDP", ATTACHED, LAZY)
+# The fastest of those, for tables that take long.
+FASTEST = (*REFERENCES, "fairscale OSS", "onecopy", ATTACHED, TCP, LAZY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ QUICK = (
     Wanted("gpt", 2, rounds=4),
     Wanted("gpt-short", 2, rounds=4),
     Wanted("tiny", 2, rounds=7),
-    Wanted("gpt-short", 2, rounds=2, gbit=1),
+    Wanted("gpt-short", 2, rounds=3, gbit=1),
 )
 # All methods where two ranks share a host. Turns take longer on a cable, and differ less.
 FULL = (
@@ -80,6 +80,7 @@ FULL = (
     *(Wanted("gpt-short", 4, rounds=3, gbit=gbit, methods=FASTEST) for gbit in (1, 10)),
     *(Wanted(name, 2, rounds=3, gbit=1) for name in ("tiny", "conv", "muon")),
 )
+PARTIAL = page.JSON.with_name("bench.partial.json")
 # What the README shows.
 HEADLINE = (
     *((name, 2, "loopback") for name in WORKLOADS),
@@ -127,6 +128,7 @@ def main() -> None:
         sys.exit("no table fits these options; --full has more of them")
     before = _tables_in(page.JSON)
     description = machine.describe()
+    description["this run"] = "full" if args.full else "quick"
     print(machine.as_text(description), MEANING, sep="\n", flush=True)
     begin = time.monotonic()
     record: dict[str, Any] = {"machine": description, "tables": [], "costs": []}
@@ -135,7 +137,7 @@ def main() -> None:
         for table in measure(wanted, args.methods, args.rounds):
             tables.append(table)
             if not args.print:
-                _write_json(record)  # an interrupted run has not been in vain
+                _write_json(record, PARTIAL)  # an interrupted run has not been in vain
         if not args.print:
             record["costs"] = costs.measure(args.full)
     for cost in record["costs"]:
@@ -143,17 +145,20 @@ def main() -> None:
     for line in changes(before, tables):
         print("changed:", line)
     if not args.print:
-        description["this run took"] = f"{(time.monotonic() - begin) / 60:.0f} minutes"
-        _write_json(record)
+        description["this run"] += f", {(time.monotonic() - begin) / 60:.0f} minutes"
+        _write_json(record, page.JSON)
+        PARTIAL.unlink()
         shown = [t for t in tables if (t.workload, t.ranks, t.wire) in HEADLINE]
-        page.write(description, tables, shown, record["costs"])
-        print(f"\nwritten: {page.JSON}, {page.PAGE} and the table in {page.README}")
+        page.write(description, tables, shown if args.full else None, record["costs"])
+        written = [page.JSON, page.PAGE, *([page.README] if args.full else [])]
+        print(f"\nwritten: {', '.join(map(str, written))}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="A run of a part of the tables or methods is printed, and not written to files.",
+        epilog="A run of a part of the tables or methods, or of other rounds, is printed and not "
+        "written to files. The README shows a full run.",
     )
     parser.add_argument("--full", action="store_true", help="all tables and methods")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -163,7 +168,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="of each table, instead of its own number")
     args = parser.parse_args()
     parts = (args.only, args.ranks, args.wire, args.methods)
-    args.print = parts != (list(WORKLOADS), [2, 4], None, list(METHODS))
+    args.print = args.rounds is not None or parts != (list(WORKLOADS), [2, 4], None, list(METHODS))
     args.methods = {*args.methods, *REFERENCES}
     return args
 
@@ -183,9 +188,9 @@ def _tables_in(path: Path) -> list[Table]:
         return []
 
 
-def _write_json(record: Any) -> None:
-    page.JSON.parent.mkdir(parents=True, exist_ok=True)
-    page.JSON.write_text(json.dumps(to_json(record), indent=1) + "\n")
+def _write_json(record: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_json(record), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ def _run(program: str, options: list[str]) -> list[dict[str, Any]]:
         if done.returncode != 0:
             said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             return [_failure(program, said[-1])]
+        if not results.exists():
+            return [_failure(program, "it has said nothing")]
         found: list[dict[str, Any]] = json.loads(results.read_text())
         return found
 

@@ -6,18 +6,18 @@ tell is left out, so a short run judges fewer goals.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from methods import DDP, METHODS, TORCHS
-from results import Row, Table
+from results import Row, Spread, Table
 
 ATTACHED = "onecopy attached"
 LAZY = "onecopy attached, lazy gather"
 DROP_IN = "onecopy"
 TO_DDP = "onecopy attached to DDP"
 NARROW = "onecopy attached, bf16 wire"
+TCP = "onecopy attached, all through TCP"
 _PEERS = [m.name for m in METHODS.values() if m.project in ("deepspeed", "fairscale")]
 PEERS = [*_PEERS, "FSDP2", "FSDP2, no resharding"]
 
@@ -28,10 +28,16 @@ class Verdict:
     where: str
     limit: float
     measured: float | None  # None: our mode did not run
+    spread: Spread | None = None  # of the measured one, if it is a ratio of times
 
     @property
     def holds(self) -> bool:
         return self.measured is not None and self.measured <= self.limit
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the limit is within the spread, so that another run may say otherwise."""
+        return self.spread is not None and self.spread.low <= self.limit < self.spread.high
 
 
 def verdicts(tables: Sequence[Table]) -> list[Verdict]:
@@ -59,14 +65,17 @@ class _Judge:
             for method in (DROP_IN, ATTACHED, LAZY, TO_DDP):
                 self.judge(method, "/ DDP", 1.1, _of_ddp)
         peers = [row for row in table.rows if row.method in PEERS and table.trains_alike(row)]
-        fastest = min((row.of_ddp.middle for row in peers if row.of_ddp is not None), default=None)
-        if fastest is not None:
+        times = {row.method: row.of_ddp.middle for row in peers if row.of_ddp is not None}
+        if times:
+            fastest = min(times, key=times.__getitem__)
             for method in (DROP_IN, ATTACHED, LAZY, TO_DDP):
-                what = "/ the fastest of FSDP2, DeepSpeed, fairscale"
-                self.judge(method, what, 1.0, lambda row: (_of_ddp(row) or math.inf) / fastest)
-        if peaks := [row.peak for row in table.rows if _keeps_whole(row)]:
-            what = "peak memory / the lowest of others that keep whole parameters"
-            self.judge(ATTACHED, what, 1.0, lambda row: row.peak / min(peaks))
+                what = f"/ {fastest}, the fastest of {len(times)} peers"
+                self.judge(method, what, 1.0, lambda row: _relative(row, times[fastest]))
+        peaks = {row.method: row.peak for row in table.rows if self._keeps_whole(row)}
+        if peaks:
+            leanest = min(peaks, key=peaks.__getitem__)
+            what = f"peak memory / {leanest}, the lowest of {len(peaks)} that keep whole parameters"
+            self.judge(ATTACHED, what, 1.0, lambda row: row.peak / peaks[leanest])
         ddp = table.row(DDP)
         # Muon's tensors stay whole, so there an even share cannot be had.
         if ddp is not None and ddp.state and table.workload != "muon":
@@ -76,8 +85,18 @@ class _Judge:
                 self.judge(method, what, 1.001, lambda row: row.state / ideal)
         return self.found
 
+    def _keeps_whole(self, row: Row) -> bool:
+        """Whether it is another project's, and comparable with those of ours that do."""
+        method = METHODS[row.method]
+        is_other = method.keeps_whole_parameters and method.project != "onecopy"
+        return is_other and row.error is None and self.table.trains_alike(row)
+
     def judge(
-        self, method: str, what: str, limit: float, measure: Callable[[Row], float | None]
+        self,
+        method: str,
+        what: str,
+        limit: float,
+        measure: Callable[[Row], float | Spread | None],
     ) -> None:
         """A mode that did not run has missed its goal; one that was left out has none."""
         table, row = self.table, self.table.row(method)
@@ -86,20 +105,22 @@ class _Judge:
         measured = measure(row) if row.error is None else None
         if row.error is not None or measured is not None:
             where = f"{table.workload}, {table.ranks} ranks, {table.wire}"
-            self.found.append(Verdict(f"{method} {what}", where, limit, measured))
+            spread = measured if isinstance(measured, Spread) else None
+            middle = measured.middle if isinstance(measured, Spread) else measured
+            self.found.append(Verdict(f"{method} {what}", where, limit, middle, spread))
 
 
-def _of_ddp(row: Row) -> float | None:
-    return None if row.of_ddp is None else row.of_ddp.middle
+def _of_ddp(row: Row) -> Spread | None:
+    return row.of_ddp
 
 
-def _of_torch(row: Row) -> float | None:
-    return None if row.of_torch is None else row.of_torch.middle
+def _of_torch(row: Row) -> Spread | None:
+    return row.of_torch
 
 
-def _keeps_whole(row: Row) -> bool:
-    method = METHODS[row.method]
-    return row.error is None and method.keeps_whole_parameters and method.project != "onecopy"
+def _relative(row: Row, other: float) -> Spread | None:
+    """The times of a method, by those of one that has this ratio to DDP."""
+    return None if row.of_ddp is None else Spread(*(each / other for each in row.of_ddp))
 
 
 def _lopsidedness(table: Table) -> float | None:

@@ -121,7 +121,8 @@ def take_turns(course: Course, heat: Sequence[Entry], tick: Tick) -> dict[str, S
         for name in teams:
             tick(f"{name}: warming up")
             samples[name].memory = ask(name, "warm_up", course.workload.steps)
-        order = random.Random(0)
+        # The same in every run, and another one in each heat.
+        order = random.Random(f"{course.workload.name} {course.ranks} {list(teams)}")
         for number in range(1, course.rounds + 1):
             for name in order.sample(list(teams), len(teams)):
                 tick(f"{name}: round {number} of {course.rounds}")

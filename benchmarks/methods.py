@@ -167,6 +167,11 @@ def fsdp2(workload: Workload, reshard: bool) -> Trainee:
 # ---------------------------------------------------------------------- peers
 
 
+# By default half a billion elements, so that a model of this size would be reduced when backward is
+# over. As large as DDP's.
+DEEPSPEED_BUCKET = 25 * 2**20 // 4
+
+
 def deepspeed(workload: Workload, stage: int) -> Trainee:
     import deepspeed
 
@@ -174,7 +179,11 @@ def deepspeed(workload: Workload, stage: int) -> Trainee:
     matrices, rest = workload.split(module)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": DEEPSPEED_BUCKET,
+            "allgather_bucket_size": DEEPSPEED_BUCKET,
+        },
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # the others do not clip, either
     }

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+ENOUGH_FOR_QUARTILES = 5
+
 
 class Turn(NamedTuple):
     """A turn of one rank: means over its steps."""
@@ -33,7 +35,7 @@ class Memory(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Quartiles."""
+    """The median between the quartiles, or between the extremes where there are few values."""
 
     low: float
     middle: float
@@ -41,8 +43,8 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
+        if len(values) < ENOUGH_FOR_QUARTILES:
+            return cls(min(values), statistics.median(values), max(values))
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
@@ -89,7 +91,9 @@ class Table:
     def trains_alike(self, row: Row) -> bool:
         """Whether a method's loss is DDP's, but for the order of sums: else it does other work."""
         ddp = self.row("DDP")
-        return ddp is None or abs(row.loss - ddp.loss) <= 5e-5 * abs(ddp.loss)
+        return (
+            ddp is None or ddp.error is not None or abs(row.loss - ddp.loss) <= 5e-5 * abs(ddp.loss)
+        )
 
     @property
     def heading(self) -> str:
@@ -109,10 +113,11 @@ class Samples:
     error: str | None = None
 
     def add(self, other: Samples) -> None:
-        """The same method in another heat."""
+        """The same method in another heat. Memory and construction are of one heat, as of others:
+        else the references alone would have the worst of several."""
         self.rounds += other.rounds
-        self.memory += other.memory
-        self.construction = max(self.construction, other.construction)
+        self.memory = self.memory or other.memory
+        self.construction = self.construction or other.construction
         self.error = self.error or other.error
 
     def seconds(self) -> list[float]:
@@ -180,7 +185,7 @@ def to_json(value: Any) -> Any:
 
 def table_from_json(record: Mapping[str, Any]) -> Table:
     rows = tuple(_row_from_json(row) for row in record["rows"])
-    return Table(**{**record, "rows": rows})
+    return Table(**{"rounds": 0, **record, "rows": rows})
 
 
 def _row_from_json(record: Mapping[str, Any]) -> Row:

@@ -14,12 +14,12 @@ COLUMNS = (
 )  # fmt: skip
 MEANING = (
     "ms: a whole step, median. of DDP, of torch: its ratio to theirs, medians and quartiles over "
-    "the rounds. forward, backward, step: ms that a rank spends in these calls. MB sent: per rank "
-    "and step (on a cable: per host). state, gradients: MB on the fullest rank. peak: growth of a "
-    "process during a step, model included. build: seconds to wrap model and optimizer. loss: mean "
-    "over the ranks after the last step; with ! it is not DDP's, so other work was done. Where "
-    "there were several heats, ms of different rows are not to be compared: ratios are, which were "
-    "taken within a heat."
+    "the rounds, or the extremes of fewer than five. forward, backward, step: ms that a rank is in "
+    "these calls. MB sent: per rank and step (on a cable: per host). state, gradients: MB on the "
+    "fullest rank. peak: growth of a process during a step, model included. build: seconds to make "
+    "the model and wrap it. loss: mean over the ranks after the last step; with ! it is not DDP's, "
+    "so other work was done. Where there were several heats, ms of different rows are not to be "
+    "compared: ratios are, which were taken within a heat."
 )
 
 

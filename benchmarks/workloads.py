@@ -82,6 +82,10 @@ def _blocks(module: nn.Module) -> Sequence[nn.Module]:
     return list(module.get_submodule("blocks").children())
 
 
+def _parts_of_gpt(module: nn.Module) -> Sequence[nn.Module]:
+    return [module.get_submodule("embedding"), *_blocks(module), module.get_submodule("head")]
+
+
 def _gpt_workload(
     name: str, what: str, config: GPTConfig, *, batch: int, steps: int, **more: Any
 ) -> Workload:
@@ -89,7 +93,7 @@ def _gpt_workload(
         millions = sum(param.numel() for param in GPT(config).parameters()) / 1e6
     title = f"GPT, {millions:.0f} M parameters, {batch} x {config.context} tokens: {what}"
     feed = _tokens(config, batch)
-    return Workload(name, title, steps, _gpt(config), feed, units=_blocks, **more)
+    return Workload(name, title, steps, _gpt(config), feed, units=_parts_of_gpt, **more)
 
 
 def _large(context: int) -> GPTConfig:
