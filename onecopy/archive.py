@@ -21,6 +21,7 @@ from onecopy.pickles import (
     DamagedCheckpoint,
     Inert,
     Record,
+    Refused,
     SafeUnpickler,
     as_count,
     as_sizes,
@@ -182,6 +183,8 @@ def parse_metadata(data: bytes) -> Contents:
         return _contents(_MetadataUnpickler(io.BytesIO(data)).load(), most_chunks=len(data) // 16)
     except DamagedCheckpoint:
         raise
+    except Refused as error:
+        raise DamagedCheckpoint(f"{METADATA} is damaged: {error}") from None
     except Exception as error:  # whatever a damaged pickle may lead to
         raise DamagedCheckpoint(f"{METADATA} is damaged: {shown(error, 300)}") from None
 

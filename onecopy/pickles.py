@@ -25,6 +25,10 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint that cannot be read, and why."""
 
 
+class Refused(ValueError):
+    """What is wrong with a pickle. Whoever reads it says where it is."""
+
+
 _NEEDED = (
     *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
@@ -38,7 +42,7 @@ _NEEDED = (
 
 class _Instructions(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
-        raise DamagedCheckpoint(
+        raise Refused(
             f"a pickle that does what no checkpoint needs (instruction {code:#x}): refused"
         )
 
@@ -76,14 +80,14 @@ class SafeUnpickler(_Unpickler):  # type: ignore[misc]
         for key in keys:
             if type(key) is not str and not isinstance(key, self.keys) and not _is_key(key):
                 what = type(key).__name__
-                raise DamagedCheckpoint(f"a pickle that has a {what} of its own for a key: refused")
+                raise Refused(f"a pickle that has a {what} of its own for a key: refused")
 
     def _require_call(self) -> None:
         function, args = self.stack[-2:]
         if not isinstance(function, type):
-            raise DamagedCheckpoint("a pickle that calls what cannot be called: refused")
+            raise Refused("a pickle that calls what cannot be called: refused")
         if type(args) is not tuple or len(args) > _MOST_ARGUMENTS:
-            raise DamagedCheckpoint("a pickle that makes a call with too much: refused")
+            raise Refused("a pickle that makes a call with too much: refused")
 
     dispatch.update(
         {
@@ -110,7 +114,7 @@ class Record:
     def __setstate__(self, state: Any) -> None:
         state = state if isinstance(state, dict) else {"state": state}
         if len(state) > _MOST_ARGUMENTS:
-            raise DamagedCheckpoint("a pickle of an object with too many attributes: refused")
+            raise Refused("a pickle of an object with too many attributes: refused")
         self.__dict__.update(state)
 
 
@@ -151,7 +155,7 @@ class _Allocating(_Called):
 
     def __new__(cls, *args: Any) -> Any:
         if not all(type(arg) in (str, _Called) for arg in args):  # _Called: bytes, from a text
-            raise DamagedCheckpoint("a pickle that asks for memory: refused")
+            raise Refused("a pickle that asks for memory: refused")
         return super().__new__(cls, *args)
 
 
@@ -172,9 +176,7 @@ def require_harmless(pickled: bytes) -> None:
     outline = _Outline(io.BytesIO(pickled)).load()
     weight, _ = _weighed(outline, 0, {})
     if weight > _LIGHT + _SHARING * len(pickled):
-        raise DamagedCheckpoint(
-            f"a pickle of {len(pickled)} bytes that grows when it is looked at: refused"
-        )
+        raise Refused(f"a pickle of {len(pickled)} bytes that grows when it is looked at: refused")
 
 
 def _weighed(tree: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
@@ -189,7 +191,7 @@ def _weighed(tree: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[
             weight, height = weight + its_weight, max(height, its_height + 1)
         found = known[id(tree)] = weight, height
     if found is None or depth + found[1] > _DEEPEST:
-        raise DamagedCheckpoint(f"a pickle that is nested more than {_DEEPEST} deep: refused")
+        raise Refused(f"a pickle that is nested more than {_DEEPEST} deep: refused")
     return found
 
 
@@ -211,7 +213,7 @@ def _length(value: Any) -> int:
 def as_sizes(values: Any) -> tuple[int, ...]:
     """A shape, offsets or strides."""
     if type(values) not in (tuple, list) or len(values) > _MOST_ARGUMENTS:
-        raise DamagedCheckpoint(f"a pickle has a {type(values).__name__} in place of sizes")
+        raise Refused(f"a pickle has a {type(values).__name__} in place of sizes")
     return tuple(as_count(size) for size in values)
 
 
@@ -219,12 +221,12 @@ def as_count(value: Any) -> int:
     """A size, an offset or a length."""
     if type(value) is not int or not 0 <= value < 2**63:
         what = shown(value) if type(value) in (int, float, str) else type(value).__name__
-        raise DamagedCheckpoint(f"a pickle has {what} in place of a size")
+        raise Refused(f"a pickle has {what} in place of a size")
     return value
 
 
 def as_text(value: Any) -> str:
     """A name."""
     if type(value) is not str:
-        raise DamagedCheckpoint(f"a pickle has a {type(value).__name__} in place of a name")
+        raise Refused(f"a pickle has a {type(value).__name__} in place of a name")
     return value

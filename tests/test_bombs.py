@@ -424,11 +424,15 @@ def test_loading_a_bomb_is_refused_on_all_ranks_and_changes_nothing(
     opt = small_optimizer(seed=2)
     before = bits([dict(state) for state in opt.state.values()]), bits(opt.param_groups)
     for strict in (True, False):
-        with pytest.raises(ValueError, match=r"a pickle that .*: refused"):
+        with pytest.raises(
+            ValueError, match=r"(is damaged|cannot be read): a pickle that .*: refused"
+        ):
             opt.load(tmp_path, strict=strict)
     assert (bits([dict(state) for state in opt.state.values()]), bits(opt.param_groups)) == before
     if where == "metadata":
-        with pytest.raises(ValueError, match=r"a pickle that .*: refused"):
+        with pytest.raises(
+            ValueError, match=r"(is damaged|cannot be read): a pickle that .*: refused"
+        ):
             opt.save(tmp_path)
     dist.barrier()
     opt.save(tmp_path / "other")
