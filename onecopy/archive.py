@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +17,22 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from onecopy.pickles import (
+    DamagedCheckpoint,
+    Inert,
+    Record,
+    Refused,
+    SafeUnpickler,
+    as_count,
+    as_sizes,
+    as_text,
+)
 from onecopy.words import in_bytes, shown
 
 METADATA = ".metadata"
 _LARGEST_METADATA = 2**32  # bytes; far more than an entry for each piece of a large job takes
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint that cannot be read, and why."""
+_LONGEST_NAME = 2**14  # characters
+_DEEPEST_PATH = 64  # steps; also the most that an extension of DCP may have done to an entry
 
 
 # -------------------------------------------------------------------------- what a checkpoint holds
@@ -72,52 +79,35 @@ class Contents:
 # -------------------------------------------------------------------------- reading the metadata
 
 
-class _Record:
-    """Stands in for any class of the metadata: keeps what was pickled, does nothing."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-
-class _Index(_Record):
+class _Index(Record):
     """A key of the storage table."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
 
     def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
+        # Of text: nobody can know which texts have the same hash, as of numbers anybody can.
+        offset = None if self.offset is None else as_sizes(self.offset)
+        return hash(f"{as_text(self.fqn)} {offset}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
 
 
 _RECORDS = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"): _Record,
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): _Record,
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): _Record,
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): _Record,
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Record,
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"): _Record,
+    ("torch.distributed.checkpoint.metadata", "Metadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Record,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): Record,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
 }
 
 
-class Inert:
-    """Stands in for a function of the metadata: gives back what it is called with."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any) -> Any:
-        return args[0] if len(args) == 1 else args
-
-    def __setstate__(self, state: Any) -> None:
-        raise DamagedCheckpoint("a pickle that changes what it is read with: refused")
-
-
 _INERT = {
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): Inert,
     ("torch.serialization", "_get_layout"): Inert,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Inert,
     **{
@@ -128,15 +118,13 @@ _INERT = {
 }
 
 
-# The one in Python: that in C reserves memory for as many objects as a damaged file may claim.
-SafeUnpickler: Any = pickle._Unpickler
+class _MetadataUnpickler(SafeUnpickler):
+    keys = (_Index,)
 
-
-class _MetadataUnpickler(SafeUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         found: Any = _RECORDS.get((module, name)) or _INERT.get((module, name))
         if found is None and module == "torch":
-            found = getattr(torch, name, None)
+            found = vars(torch).get(name)
             found = found if isinstance(found, (torch.dtype, torch.layout)) else None
         if found is None:
             raise DamagedCheckpoint(
@@ -192,37 +180,65 @@ def read_metadata(directory: Path) -> bytes:
 def parse_metadata(data: bytes) -> Contents:
     """What a checkpoint holds. Runs no code from it."""
     try:
-        return _contents(_MetadataUnpickler(io.BytesIO(data)).load())
+        return _contents(_MetadataUnpickler(io.BytesIO(data)).load(), most_chunks=len(data) // 16)
     except DamagedCheckpoint:
         raise
+    except Refused as error:
+        raise DamagedCheckpoint(f"{METADATA} is damaged: {error}") from None
     except Exception as error:  # whatever a damaged pickle may lead to
-        raise DamagedCheckpoint(f"{METADATA} is damaged: {error!r}") from None
+        raise DamagedCheckpoint(f"{METADATA} is damaged: {shown(error, 300)}") from None
 
 
-def _contents(read: Any) -> Contents:
+def _contents(read: Any, most_chunks: int) -> Contents:
+    """Everything is looked at only once its type is known: it may be deep, or contain itself."""
     places = {
         index: Place(
-            str(info.relative_path),
-            int(info.offset),
-            int(info.length),
-            tuple(map(str, getattr(info, "transform_descriptors", None) or ())),
+            as_text(info.relative_path),
+            as_count(info.offset),
+            as_count(info.length),
+            _as_transforms(getattr(info, "transform_descriptors", None) or ()),
         )
-        for index, info in read.storage_data.items()
+        for index, info in _items(read.storage_data)
     }
     entries: dict[str, TensorEntry | ValueEntry] = {}
-    for key, described in read.state_dict_metadata.items():
-        if not isinstance(key, str):
-            raise DamagedCheckpoint(f"{METADATA} has {key!r} in place of a name")
+    for key, described in _items(read.state_dict_metadata):
+        if len(as_text(key)) > _LONGEST_NAME:
+            raise DamagedCheckpoint(f"{METADATA} has {shown(key)} in place of a name")
         if hasattr(described, "chunks"):
-            entries[key] = _tensor_entry(key, described, places)
+            entries[key] = tensor = _tensor_entry(key, described, places, most_chunks)
+            most_chunks -= len(tensor.chunks)
         elif (place := places.get(_index(key, None))) is not None:
             entries[key] = ValueEntry(place)
     paths = read.planner_data or {key: (key,) for key in entries}  # none: nothing was nested
+    _items(paths)  # or an error
     for key in entries:
         path = paths.get(key)
-        if not isinstance(path, tuple) or ".".join(map(str, path)) != key:
-            raise DamagedCheckpoint(f"{METADATA} has {path!r} in place of the path of {key}")
+        if not _is_path_of(path, key):
+            raise DamagedCheckpoint(
+                f"{METADATA} has a {type(path).__name__} in place of the path of {key}"
+            )
     return Contents(entries, {key: paths[key] for key in entries})
+
+
+def _items(table: Any) -> Any:
+    if type(table) is not dict:
+        raise DamagedCheckpoint(f"{METADATA} has a {type(table).__name__} in place of a table")
+    return table.items()
+
+
+def _as_transforms(values: Any) -> tuple[str, ...]:
+    if type(values) not in (tuple, list) or len(values) > _DEEPEST_PATH:
+        raise DamagedCheckpoint(f"{METADATA} has a {type(values).__name__} in place of names")
+    return tuple(map(as_text, values))
+
+
+def _is_path_of(path: Any, key: str) -> bool:
+    if type(path) is not tuple or len(path) > _DEEPEST_PATH:
+        return False
+    if not all(type(step) is str or (type(step) is int and 0 <= step < 2**63) for step in path):
+        return False
+    # Before they are joined: a long step may be there many times.
+    return all(len(str(step)) <= len(key) for step in path) and ".".join(map(str, path)) == key
 
 
 def _index(key: str, offset: tuple[int, ...] | None) -> _Index:
@@ -231,9 +247,15 @@ def _index(key: str, offset: tuple[int, ...] | None) -> _Index:
     return index
 
 
-def _tensor_entry(key: str, described: Any, places: Mapping[_Index, Place]) -> TensorEntry:
+def _tensor_entry(
+    key: str, described: Any, places: Mapping[_Index, Place], most_chunks: int
+) -> TensorEntry:
     shape = as_sizes(described.size)
     chunks = []
+    # Why a limit: each takes some bytes to write down, so that there are not more than these. In a
+    # lie all entries may have the same long list.
+    if type(described.chunks) is not list or len(described.chunks) > most_chunks:
+        raise DamagedCheckpoint(f"{METADATA} has no list of the parts of {key}, or one too long")
     for chunk in described.chunks:
         offsets, sizes = as_sizes(chunk.offsets), as_sizes(chunk.sizes)
         place = places.get(_index(key, offsets))
@@ -250,10 +272,3 @@ def _tensor_entry(key: str, described: Any, places: Mapping[_Index, Place]) -> T
     if not isinstance(dtype, torch.dtype):
         raise DamagedCheckpoint(f"{METADATA} has no dtype for {key}")
     return TensorEntry(dtype, shape, tuple(chunks))
-
-
-def as_sizes(values: Any) -> tuple[int, ...]:
-    sizes = tuple(values)
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise DamagedCheckpoint(f"{METADATA} has {sizes} in place of sizes")
-    return sizes

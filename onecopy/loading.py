@@ -19,7 +19,6 @@ import torch
 
 from onecopy.agreement import agree
 from onecopy.archive import (
-    DamagedCheckpoint,
     TensorEntry,
     ValueEntry,
     parse_metadata,
@@ -38,6 +37,7 @@ from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
 from onecopy.naming import BY_INDEX
 from onecopy.options import options_from
+from onecopy.pickles import DamagedCheckpoint
 from onecopy.portrait import MasterCopies, PieceStates, Portrait
 from onecopy.progress import Progress
 from onecopy.reader import Reader

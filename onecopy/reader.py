@@ -25,17 +25,25 @@ import torch
 from onecopy.archive import (
     METADATA,
     Chunk,
-    DamagedCheckpoint,
-    Inert,
     Place,
-    SafeUnpickler,
     TensorEntry,
     ValueEntry,
-    as_sizes,
     open_inside,
 )
 from onecopy.boxes import Box
+from onecopy.pickles import (
+    DamagedCheckpoint,
+    Inert,
+    SafeUnpickler,
+    as_count,
+    as_sizes,
+    as_text,
+    require_harmless,
+)
 from onecopy.words import shown
+
+_LONGEST = 1000  # characters of an error of torch
+_LARGEST_DESCRIPTION = 2**16  # bytes; a tensor's takes some hundred
 
 
 class _StoredTensor(NamedTuple):
@@ -63,6 +71,14 @@ class _Storage(NamedTuple):
     key: str
 
 
+class _Description(NamedTuple):
+    dtype: Any
+    key: str  # of its storage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class _Rebuilt(Inert):
     """Stands in for the function that rebuilds a tensor: keeps what describes it."""
 
@@ -70,7 +86,8 @@ class _Rebuilt(Inert):
 
     def __new__(cls, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
         dtype = next((item for item in rest if isinstance(item, torch.dtype)), storage.dtype)
-        return dtype, storage.key, int(offset), as_sizes(size), as_sizes(stride)
+        sizes = as_sizes(size), as_sizes(stride)
+        return _Description(dtype, storage.key, as_count(offset), *sizes)
 
 
 # A dtype as torch.save writes it down; an untyped storage comes with a dtype beside it.
@@ -91,23 +108,23 @@ _STORAGES = {
 }
 
 
-class _TensorUnpickler(SafeUnpickler):  # type: ignore[misc]
+class _TensorUnpickler(SafeUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return _Rebuilt
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return Inert  # hooks, of which there are none
         raise DamagedCheckpoint(
             f"an entry names {module}.{name}, which no tensor needs: refused, and not run"
         )
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, key, *_ = pid
-        return _Storage(dtype if isinstance(dtype, torch.dtype) else None, str(key))
+        return _Storage(dtype if isinstance(dtype, torch.dtype) else None, as_text(key))
 
 
 class _Window(io.RawIOBase):
@@ -156,19 +173,20 @@ class Reader:
     def value(self, entry: ValueEntry, key: str) -> Any:
         """A plain value. Tensors and containers are admitted, code is not."""
         with self._entry(entry.place, key) as data:
-            copy = io.BytesIO(bytes(data))
+            raw = bytes(data)
         try:
-            with zipfile.ZipFile(copy) as archive:
-                _require_stored(archive)
+            with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+                _require_stored(archive, len(raw))
                 damaged = archive.testzip()
-            if damaged is not None:
-                raise DamagedCheckpoint(f"{key} is damaged: the checksum of {damaged} is wrong")
-            copy.seek(0)
-            return torch.load(copy, map_location="cpu", weights_only=True)
+                if damaged is not None:
+                    raise DamagedCheckpoint(f"{key} is damaged: the checksum of {damaged} is wrong")
+                files = _files_in(archive)
+            require_harmless(files["data.pkl"])
+            return torch.load(_zipped(files), map_location="cpu", weights_only=True)
         except DamagedCheckpoint:
             raise
         except Exception as error:
-            raise DamagedCheckpoint(f"{key} cannot be read: {error}") from None
+            raise DamagedCheckpoint(f"{key} cannot be read: {str(error)[:_LONGEST]}") from None
 
     def require_bytes(self, entry: TensorEntry, key: str) -> None:
         """Raise if there is less in the files than the tensor takes, before memory is given to what
@@ -263,22 +281,45 @@ class Reader:
 
 
 @functools.lru_cache(maxsize=1024)  # boxes of one shape are described by the same bytes
-def _described_by(pickled: bytes) -> Any:
-    return _TensorUnpickler(io.BytesIO(pickled)).load()
+def _described_by(pickled: bytes) -> _Description:
+    found = _TensorUnpickler(io.BytesIO(pickled)).load()
+    if not isinstance(found, _Description) or not isinstance(found.dtype, torch.dtype):
+        raise ValueError("it is no tensor")
+    return found
 
 
-def _require_stored(archive: zipfile.ZipFile) -> None:
-    """Why: ``torch.save`` compresses nothing, and what is compressed may become any size."""
+def _require_stored(archive: zipfile.ZipFile, nbytes: int) -> None:
+    """Why: ``torch.save`` compresses nothing, and what is compressed, or stands for the same bytes
+    many times, may become any size."""
     if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
         raise ValueError("its bytes are compressed")
+    if sum(info.file_size for info in archive.infolist()) > nbytes:
+        raise ValueError("its bytes are not where they should be")
+
+
+def _files_in(archive: zipfile.ZipFile) -> dict[str, bytes]:
+    return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def _zipped(files: dict[str, bytes]) -> io.BytesIO:
+    """An archive with these files. Why not the one that they come from: torch, which reads zip
+    archives in a way of its own, might find another pickle in it than the one that was weighed."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(f"archive/{name}", content)
+    file.seek(0)
+    return file
 
 
 def _find_tensor(data: memoryview, key: str) -> _StoredTensor:
     """Where the bytes of a tensor are in what ``torch.save`` wrote."""
     try:
         with zipfile.ZipFile(io.BufferedReader(_Window(data))) as archive:
-            _require_stored(archive)
+            _require_stored(archive, len(data))
             names = {name.partition("/")[2]: name for name in archive.namelist()}
+            if archive.getinfo(names["data.pkl"]).file_size > _LARGEST_DESCRIPTION:
+                raise ValueError("its description is too long")
             pickled = archive.read(names["data.pkl"])
             dtype, storage, offset, size, stride = _described_by(pickled)
             info = archive.getinfo(names[f"data/{storage}"])
@@ -287,7 +328,7 @@ def _find_tensor(data: memoryview, key: str) -> _StoredTensor:
         stored = _StoredTensor(dtype, offset, size, stride, start, info.file_size, info.CRC)
         if start + info.file_size > len(data):
             raise ValueError("its bytes are not where they should be")
-        if not isinstance(dtype, torch.dtype) or stored.reach * dtype.itemsize > info.file_size:
+        if stored.reach * dtype.itemsize > info.file_size:
             raise ValueError("its shape does not fit its bytes")
         return stored
     except DamagedCheckpoint:

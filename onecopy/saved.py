@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.archive import Contents, DamagedCheckpoint, TensorEntry, ValueEntry
+from onecopy.archive import Contents, TensorEntry, ValueEntry
 from onecopy.fragments import Fragment, dotted
 from onecopy.naming import BY_INDEX
+from onecopy.pickles import DamagedCheckpoint
 from onecopy.reader import Reader
 from onecopy.saving import MARK, digest
 
@@ -151,9 +152,9 @@ def _prefix(contents: Contents, key: str | None) -> tuple[str | int, ...]:
         if _section([step]).title == "param_groups"
     }
     # A module or parameter may be called param_groups, too.
-    found = {p for p in found if not any(p != q and p[: len(q)] == q for q in found)}
+    found = {p for p in found if not any(p[:depth] in found for depth in range(len(p)))}
     if len(found) > 1:
-        found = {p for p in found if _has_state(contents, p)} or found
+        found = found & _with_state(contents) or found
     shown = {".".join(map(str, prefix)): prefix for prefix in found}
     listed = ", ".join(sorted(map(repr, shown))) or "no key"
     if key is not None:
@@ -172,12 +173,14 @@ def _prefix(contents: Contents, key: str | None) -> tuple[str | int, ...]:
     return next(iter(found))
 
 
-def _has_state(contents: Contents, prefix: tuple[str | int, ...]) -> bool:
-    return any(
-        path[: len(prefix)] == prefix and _section(path[len(prefix) :]).title == "state"
+def _with_state(contents: Contents) -> set[tuple[str | int, ...]]:
+    """The steps that lead to anything called state."""
+    return {
+        path[:depth]
         for path in contents.paths.values()
-        if len(path) > len(prefix)
-    )
+        for depth, step in enumerate(path)
+        if _section([step]).title == "state"
+    }
 
 
 def _groups(

@@ -28,6 +28,7 @@ from onecopy.beginnings import not_begun
 from onecopy.fragments import Fragment, Path_, leaves
 from onecopy.kinds import class_name
 from onecopy.naming import BY_INDEX
+from onecopy.pickles import DamagedCheckpoint
 from onecopy.portrait import Portrait
 from onecopy.progress import Progress
 from onecopy.stateful import flattened
@@ -97,32 +98,52 @@ def _save(
             written = list(_write(portrait, tree, directory, mine, flatten, wrote))
         return written, not_begun(portrait)
 
-    def complete(reports: list[Any]) -> list[str]:
+    cause: Exception | None = None
+
+    def complete(reports: list[Any]) -> tuple[list[str], str | None]:
+        """What is left of the checkpoint before, and what went wrong once the new one was there."""
+        nonlocal cause
         written = [_from_json(entry) for entries, _ in reports for entry in entries]
         _require_visible(directory, written)
         without_state = sorted({name for _, names in reports for name in names})
         older = _files_of(directory)
+        left = sorted(older - {entry.place.file for entry in written})
         name = f"__{transport.world_size}_{token}.distcp"
         try:
             with Writer(directory, name) as writer:
                 place = writer.append(_mark(portrait, without_state, written))
             written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
             write_metadata(directory, written)
-        except Exception:
-            (directory / name).unlink(missing_ok=True)
-            raise
-        return sorted(older - {entry.place.file for entry in written})
+            return left, None
+        except Exception as error:
+            is_there = _is_there(directory, token)
+            if is_there is False:
+                (directory / name).unlink(missing_ok=True)
+            if not is_there:
+                raise
+            sync_directory(directory)
+            # A file system may say of a rename that it failed, and have done it: that is as good.
+            # Anything else was raised by a handler of a signal, for somebody to hear.
+            if isinstance(error, OSError) and error.errno is not None:
+                return left, None
+            cause = error
+            return left, f"{type(error).__name__}: {error}"
 
     try:
-        older = exchange.run(write, complete)
+        older, trouble = exchange.run(write, complete)
     except Exception:
         # After silence nobody knows whether rank 0 has completed the checkpoint: what it may name
         # stays, and is removed by the next save if it does not.
-        if exchange.is_decided:
+        if exchange.is_decided and _is_there(directory, token) is False:
             with contextlib.suppress(OSError):
                 (directory / mine).unlink()
         raise
     _remove(directory, older[transport.rank :: transport.world_size])
+    if trouble is not None:
+        raise RuntimeError(
+            f"{directory} holds the new checkpoint, and it is complete; but while rank 0 finished "
+            f"saving, something was raised there: {trouble}"
+        ) from cause
 
 
 def _write(
@@ -238,6 +259,16 @@ def _require_replaceable(directory: Path, names: Sequence[str]) -> None:
                 "be lost: save to another directory, or save both with dcp.save and "
                 "optimizer.sharded()"
             )
+
+
+def _is_there(directory: Path, token: str) -> bool | None:
+    """Whether the checkpoint in the directory is the one of this token; None if nobody knows."""
+    try:
+        return token.encode() in read_metadata(directory)
+    except FileNotFoundError:
+        return False
+    except (OSError, DamagedCheckpoint):
+        return None
 
 
 def _require_visible(directory: Path, written: list[Written]) -> None:

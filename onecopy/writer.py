@@ -138,8 +138,10 @@ def write_metadata(directory: Path, entries: Iterable[Written]) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(directory / METADATA)
-    finally:
-        draft.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     sync_directory(directory)
 
 

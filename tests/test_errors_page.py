@@ -27,6 +27,8 @@ NOT_FOR_USERS = (
     "its bytes are not where they should be",  # the same
     "its shape does not fit its bytes",  # the same
     "its bytes are compressed",  # the same
+    "its description is too long",  # the same
+    "it is no tensor",  # the same
     "… has no box at … on this rank",  # DCP asks for the boxes that it was shown
     "… is not memory that was lent",  # the cause of "the memory of rank … is gone"
     "… could shrink while it is read",  # the same

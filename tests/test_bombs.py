@@ -1,0 +1,438 @@
+"""Checkpoints of a few bytes that take for ever to hash, to print or to free, or all of the memory.
+
+Each bomb goes off in a process of its own, which may neither take long nor much: a loop in C can be
+ended by nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import resource
+import signal
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fuzzing import MEMORY, bits
+from harness import World, distributed
+from test_archive import small_optimizer, spring_places
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from onecopy.archive import METADATA, Chunk, Place, TensorEntry, ValueEntry, parse_metadata
+from onecopy.boxes import Box
+from onecopy.pickles import DamagedCheckpoint
+from onecopy.reader import Reader
+
+PATIENCE = 15  # seconds; what is refused takes some milliseconds, but may be a million deep
+PRIME = 2**61 - 1  # whose multiples all have the same hash
+
+
+# ------------------------------------------------------------------------------- the bombs
+# Instructions that leave one object on the stack.
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
+
+
+def number(value: int) -> bytes:
+    data = pickle.encode_long(value)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def put(at: int) -> bytes:
+    return b"r" + (10**6 + at).to_bytes(4, "little")
+
+
+def get(at: int) -> bytes:
+    return b"j" + (10**6 + at).to_bytes(4, "little")
+
+
+def doubled_tuple(times: int = 60) -> bytes:
+    return b")" + b"".join(put(i) + get(i) + b"\x86" for i in range(times))
+
+
+def doubled(empty: bytes, fill: Callable[[bytes], bytes], times: int = 60) -> bytes:
+    """Lists or dicts, each of which has the one before twice; in a tuple."""
+    levels = (empty + put(i) + fill(get(i - 1)) for i in range(1, times))
+    return b"(" + empty + put(0) + b"".join(levels) + b"t"
+
+
+DEEP = 300_000
+BOMBS: dict[str, bytes] = {
+    "a doubled tuple": doubled_tuple(),
+    "a tuple doubled by DUP": b")" + b"2\x86" * 60,
+    "a deep tuple": b")" + b"\x85" * DEEP,
+    "a deep list": b"]" * DEEP + b"a" * (DEEP - 1),
+    "a deep dict": (b"}" + text("a")) * DEEP + b"N" + b"s" * DEEP,
+    "doubled lists": doubled(b"]", lambda x: b"(" + x + x + b"e"),
+    "doubled dicts": doubled(b"}", lambda x: b"(" + text("a") + x + text("b") + x + b"u"),
+    "a list in itself": b"]" + put(0) + get(0) + b"a",
+    "a list twice in itself": b"]" + put(0) + b"(" + get(0) + get(0) + b"e",
+    "a dict in itself": b"}" + put(0) + text("a") + get(0) + b"s",
+    "a text of 2**60 bytes": b"\x8d" + (2**60).to_bytes(8, "little") + b"abc",
+    "bytes of 2**40": b"\x8e" + (2**40).to_bytes(8, "little") + b"abc",
+    "a bytearray of 2**40": b"\x96" + (2**40).to_bytes(8, "little") + b"abc",
+    "a number of 2**31 bytes": b"\x8b" + (2**31 - 1).to_bytes(4, "little") + b"abc",
+    "a number of a megabyte": b"\x8b" + (2**20).to_bytes(4, "little") + b"\x7f" * 2**20,
+    "a number of a million digits": b"L" + b"9" * 10**6 + b"L\n",
+    "numbers of one hash": b"}("
+    + b"".join(number(k * PRIME) + b"N" for k in range(100_000))
+    + b"u",
+    "a long text many times": text("x" * 10**6) + put(0) + b"(" + get(0) * 10**5 + b"t\x86",
+    "bytes by the terabyte": b"cbuiltins\nbytearray\n" + number(2**40) + b"\x85R",
+    "a tensor of a terabyte": b"ctorch\nFloatTensor\n" + number(2**38) + b"\x85R",
+    "many copies of a long list": b"ctorch\nSize\n"
+    + put(0)
+    + b"]("
+    + b"N" * 10**5
+    + b"e"
+    + put(1)
+    + b"("
+    + (get(0) + get(1) + b"\x85R") * 10**5
+    + b"t",
+    "many objects with many attributes": b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    + put(0)
+    + b"}("
+    + b"".join(text(f"a{i}") + b"N" for i in range(10**4))
+    + b"u"
+    + put(1)
+    + b"("
+    + (get(0) + b")R" + get(1) + b"b") * 10**5
+    + b"t",
+}
+AS_KEY = {f"{name}, as a key": b"}" + bomb + b"Ns" for name, bomb in BOMBS.items()}
+ALL = {**BOMBS, **AS_KEY}
+
+
+# ------------------------------------------------------------------------------- apart
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(PATIENCE)
+    yield
+
+
+def refused_apart(action: Callable[[], Any]) -> str:
+    """What a process of its own says that tries it: that it was refused, or what became of it."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.close(read)
+            with limited():
+                try:
+                    action()
+                    said = "accepted"
+                except DamagedCheckpoint as error:
+                    said = "refused" if len(str(error)) < 5000 else "refused with a long message"
+                except BaseException as error:
+                    said = f"{type(error).__name__}: {str(error)[:200]}"
+                os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        said = answer.read().decode()
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return said if code == 0 else f"ended by {signal.Signals(-code).name} after {said!r}"
+
+
+def each_refused(actions: dict[str, Callable[[], Any]], *, may_pass: bool = False) -> None:
+    start = time.monotonic()
+    found = {name: refused_apart(action) for name, action in actions.items()}
+    fine = {"refused", "accepted"} if may_pass else {"refused"}
+    wrong = {name: said for name, said in found.items() if said not in fine}
+    assert not wrong
+    assert time.monotonic() - start < 10 * PATIENCE
+
+
+# ------------------------------------------------------------------------------- the metadata
+
+HERE = "HERE"
+
+
+def metadata_places() -> dict[str, Any]:
+    """Metadata with a text in each place where a bomb could be."""
+    make, index = torch_metadata.Metadata, torch_metadata.MetadataIndex
+    value = {"optim.x": torch_metadata.BytesStorageMetadata()}
+    info = {index("optim.x"): _StorageInfo("a", 0, 1)}
+
+    def at(offset: Any) -> Any:
+        found = index("optim.x")
+        object.__setattr__(found, "offset", offset)
+        return found
+
+    def tensor(size: Any = (1,), offsets: Any = (0,), sizes: Any = (1,), dtype: Any = None) -> Any:
+        chunks = [torch_metadata.ChunkStorageMetadata(offsets, sizes)]
+        properties = torch_metadata.TensorProperties(dtype=torch.float32)
+        made = torch_metadata.TensorStorageMetadata(properties, size, chunks)
+        made.properties = properties if dtype is None else dtype
+        return make({"optim.x": made}, None, {index("optim.x", (0,)): _StorageInfo("a", 0, 1)})
+
+    return {
+        **spring_places(HERE),
+        "a name": make({HERE: torch_metadata.BytesStorageMetadata()}, None, info),
+        "a name in the table": make(value, None, {index(HERE): _StorageInfo("a", 0, 1)}),
+        "an offset in the table": make(value, None, {at(HERE): _StorageInfo("a", 0, 1)}),
+        "a file": make(value, None, {index("optim.x"): _StorageInfo(HERE, 0, 1)}),
+        "an offset": make(value, None, {index("optim.x"): _StorageInfo("a", HERE, 1)}),
+        "a length": make(value, None, {index("optim.x"): _StorageInfo("a", 0, HERE)}),
+        "transforms": make(value, None, {index("optim.x"): _StorageInfo("a", 0, 1, HERE)}),
+        "a transform": make(value, None, {index("optim.x"): _StorageInfo("a", 0, 1, (HERE,))}),
+        "a path": make(value, {"optim.x": HERE}, info),
+        "a step of a path": make(value, {"optim.x": ("optim", HERE)}, info),
+        "offsets of a chunk": tensor(offsets=HERE),
+        "an offset of a chunk": tensor(offsets=(HERE,)),
+        "sizes of a chunk": tensor(sizes=HERE),
+        "a size of a chunk": tensor(sizes=(HERE,)),
+        "a size": tensor(size=(HERE,)),
+        "properties": tensor(dtype=HERE),
+    }
+
+
+def planted(data: bytes, bomb: bytes) -> bytes:
+    assert text(HERE) in data
+    return data.replace(text(HERE), bomb, 1)
+
+
+PLACES = {name: pickle.dumps(found, protocol=2) for name, found in metadata_places().items()}
+
+
+def test_the_places_are_right() -> None:
+    """Without a bomb most of them are read to the end; and the bombs are pickles."""
+    read = parse_metadata(planted(PLACES["a name"], text("optim.x")))
+    assert list(read.entries) == ["optim.x"]
+    nested = pickle.loads(b"\x80\x02" + doubled_tuple(3) + b".")
+    assert nested == ((((), ()), ((), ())), (((), ()), ((), ())))
+    lists = pickle.loads(b"\x80\x02" + doubled(b"]", lambda x: b"(" + x + x + b"e", 3) + b".")
+    assert lists[-1] == [[[], []], [[], []]]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_bomb_in_metadata_is_refused_wherever_it_is(name: str) -> None:
+    everywhere = name in ("a doubled tuple", "a deep tuple", "a list in itself", "doubled dicts")
+    places = PLACES if everywhere else ("instead of everything", "a size", "a path", "a file")
+    each_refused(
+        {
+            place: lambda place=place: parse_metadata(planted(PLACES[place], ALL[name]))
+            for place in places
+        },
+        may_pass=True,
+    )
+
+
+def many_names(count: int, chunks: int) -> bytes:
+    """All of them with the same long list of parts."""
+    index = torch_metadata.MetadataIndex
+    part = torch_metadata.ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
+    described = torch_metadata.TensorStorageMetadata(
+        torch_metadata.TensorProperties(dtype=torch.float32), torch.Size((1,)), [part] * chunks
+    )
+    names = [f"optim.{i}" for i in range(count)]
+    info = _StorageInfo("a", 0, 1)
+    return pickle.dumps(
+        torch_metadata.Metadata(
+            dict.fromkeys(names, described), None, {index(name, (0,)): info for name in names}
+        )
+    )
+
+
+def of_one_hash(count: int) -> bytes:
+    """Keys of the table whose offsets are multiples of a prime."""
+    steps = [tuple(PRIME * ((k >> 2 * dim) % 4) for dim in range(9)) for k in range(count)]
+    info = _StorageInfo("a", 0, 1)
+    table = {torch_metadata.MetadataIndex(f"optim.{k}"): info for k in range(count)}
+    for key, offset in zip(table, steps, strict=True):
+        object.__setattr__(key, "fqn", "optim.x")
+        object.__setattr__(key, "offset", offset)
+    return pickle.dumps(torch_metadata.Metadata({"optim.x": None}, None, table))
+
+
+def test_lists_that_all_entries_share_do_not_multiply() -> None:
+    data = many_names(20_000, 20_000)
+    each_refused({"chunks": lambda: parse_metadata(data)})
+
+
+def test_keys_that_would_all_have_the_same_hash_do_not() -> None:
+    data = of_one_hash(50_000)
+    each_refused({"hashes": lambda: parse_metadata(data)}, may_pass=True)
+
+
+# ------------------------------------------------------------------------------- the entries
+
+
+def entry_of(pickled: bytes, directory: Path, nbytes: int = 4) -> Place:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/data/0", bytes(nbytes))
+    (directory / "data").write_bytes(buffer.getvalue())
+    return Place("data", 0, len(buffer.getvalue()))
+
+
+def read_value(pickled: bytes, directory: Path) -> Any:
+    with Reader(directory) as reader:
+        return reader.value(ValueEntry(entry_of(pickled, directory)), "x")
+
+
+def in_a_value(bomb: bytes) -> dict[str, bytes]:
+    return {
+        "itself": bomb,
+        "in a set": b"c__builtin__\nset\n](" + bomb + b"e\x85R",
+        "called": bomb + b")R",
+        "in an attribute": b"ccollections\nOrderedDict\n)R" + b"}" + text("a") + bomb + b"sb",
+        "as an id": bomb + b"Q",
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_bomb_in_a_value_is_refused(tmp_path: Path, name: str) -> None:
+    each_refused(
+        {
+            place: lambda data=b"\x80\x02" + data + b".": read_value(data, tmp_path)
+            for place, data in in_a_value(ALL[name]).items()
+        }
+    )
+
+
+VALUES = (
+    *({"a": [1, 2.5, None, True, "x"], 3: (), (1, "b"): {}}, [[[[]]]], {1, 2}, 1j, 2**70, -5, "ü"),
+    *(
+        torch.ones(3),
+        [torch.ones(2)] * 3,
+        torch.float32,
+        torch.Size((2,)),
+        b"\xff",
+        bytearray(b"a"),
+    ),
+    *([(0.9, 0.999)] * 1000, {"names": [f"layer.{i}.weight" for i in range(1000)]}),
+)
+
+
+@pytest.mark.parametrize("at", range(len(VALUES)))
+def test_values_are_read_as_they_were(tmp_path: Path, at: int) -> None:
+    file = io.BytesIO()
+    torch.save(VALUES[at], file)
+    (tmp_path / "data").write_bytes(file.getvalue())
+    with Reader(tmp_path) as reader:
+        found = reader.value(ValueEntry(Place("data", 0, len(file.getvalue()))), "x")
+    assert type(found) is type(VALUES[at])
+    assert bits(found) == bits(VALUES[at])
+
+
+def description(key: bytes, offset: bytes, size: bytes, stride: bytes, rest: bytes) -> bytes:
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + key + text("cpu") + b"K\x01tQ"
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + size + stride + rest + b"tR"
+    return b"\x80\x02" + call + b"."
+
+
+GOOD = (text("0"), b"K\x00", b"K\x01\x85", b"K\x01\x85", b"\x89ccollections\nOrderedDict\n)R")
+
+
+def read_tensor(pickled: bytes, directory: Path) -> torch.Tensor:
+    target = torch.ones(1)
+    place = entry_of(pickled, directory)
+    entry = TensorEntry(torch.float32, (1,), (Chunk((0,), (1,), place),))
+    with Reader(directory) as reader:
+        reader.fill(Box((0,), (1,), 0, 0), target, entry, "x")
+    return target
+
+
+def in_a_tensor(bomb: bytes) -> dict[str, bytes]:
+    places = {
+        name: description(*GOOD[:at], bomb, *GOOD[at + 1 :])
+        for at, name in enumerate(("the key", "the offset", "the size", "the stride"))
+    }
+    dtype = b"ctorch\nfloat32\n"
+    alike = b"\x80\x02(" + dtype + bomb + b"K\x00K\x01\x85K\x01\x85t."
+    hooks = b"\x89ccollections\nOrderedDict\n](" + bomb + b"e\x85R"
+    return {**places, "alike": alike, "in hooks": description(*GOOD[:4], hooks)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_bomb_in_a_tensor_is_refused_or_not_looked_at(tmp_path: Path, name: str) -> None:
+    assert torch.equal(read_tensor(description(*GOOD), tmp_path), torch.zeros(1))
+    each_refused(
+        {
+            place: lambda data=data: read_tensor(data, tmp_path)
+            for place, data in in_a_tensor(ALL[name]).items()
+        },
+        may_pass=True,
+    )
+
+
+def test_the_same_bytes_under_many_names_are_refused(tmp_path: Path) -> None:
+    """A directory of an archive may name its files as often as it likes."""
+    place = entry_of(b"\x80\x02N.", tmp_path, nbytes=10**6)
+    data = (tmp_path / "data").read_bytes()
+    start, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
+    listing, tail, times = data[start:end], bytearray(data[end:]), 100
+    tail[8:12] = (4 * times).to_bytes(2, "little") * 2
+    tail[12:16] = (len(listing) * times).to_bytes(4, "little")
+    many = data[:start] + listing * times + tail
+    (tmp_path / "many").write_bytes(many)
+    with Reader(tmp_path) as reader:
+        assert reader.value(ValueEntry(place), "x") is None
+        with pytest.raises(DamagedCheckpoint, match="not where they should be"):
+            reader.value(ValueEntry(Place("many", 0, len(many))), "x")
+
+
+# ------------------------------------------------------------------------------- load and save
+
+
+def with_bomb(directory: Path, name: str, where: str) -> None:
+    """A good checkpoint, with this in its metadata, or in place of an option."""
+    if where == "metadata":
+        (directory / METADATA).write_bytes(b"\x80\x02}" + BOMBS[name] + b"Ns.")
+        return
+    place = entry_of(b"\x80\x02}" + BOMBS[name] + b"Ns.", directory)
+    (directory / "data").rename(directory / "__9_0123456789ab.distcp")
+    read = pickle.loads((directory / METADATA).read_bytes())
+    index = torch_metadata.MetadataIndex("optim.param_groups.1.lr")
+    read.storage_data[index] = _StorageInfo("__9_0123456789ab.distcp", 0, place.length)
+    (directory / METADATA).write_bytes(pickle.dumps(read))
+
+
+@distributed(1, 2, 3)
+@pytest.mark.parametrize("where", ["metadata", "an option"])
+@pytest.mark.parametrize("name", ["a doubled tuple", "a deep tuple"])
+def test_loading_a_bomb_is_refused_on_all_ranks_and_changes_nothing(
+    world: World, tmp_path: Path, name: str, where: str
+) -> None:
+    small_optimizer(seed=1).save(tmp_path)
+    dist.barrier()
+    if world.rank == 0:
+        with_bomb(tmp_path, name, where)
+    dist.barrier()
+    opt = small_optimizer(seed=2)
+    before = bits([dict(state) for state in opt.state.values()]), bits(opt.param_groups)
+    for strict in (True, False):
+        with pytest.raises(
+            ValueError, match=r"(is damaged|cannot be read): a pickle that .*: refused"
+        ):
+            opt.load(tmp_path, strict=strict)
+    assert (bits([dict(state) for state in opt.state.values()]), bits(opt.param_groups)) == before
+    if where == "metadata":
+        with pytest.raises(
+            ValueError, match=r"(is damaged|cannot be read): a pickle that .*: refused"
+        ):
+            opt.save(tmp_path)
+    dist.barrier()
+    opt.save(tmp_path / "other")
