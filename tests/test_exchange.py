@@ -297,7 +297,7 @@ class Stopped(dist.HashStore):
 class Gone(dist.HashStore):
     """A store whose host has ended."""
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, _: list[str]) -> bool:
         raise dist.DistNetworkError("connection reset")
 
 
@@ -306,7 +306,7 @@ class Gone(dist.HashStore):
 def test_a_store_that_is_lost_is_explained(rank: int, store: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(exchange, "_ANSWER_SECONDS", 0.2)
     alone = Exchange(store(), rank, 2, "token", 0.2, "testing", lambda: "who was where")
-    with pytest.raises(RuntimeError, match="^who was where$") as caught:
+    with pytest.raises(RuntimeError, match="who was where") as caught:
         alone.run(lambda: 0, lambda _: 0)
     assert isinstance(caught.value.__cause__, exchange.StoreLost)
     assert not alone.is_decided
