@@ -6,7 +6,8 @@ Each rank keeps a note of where it is in the c10d store. Whatever waits for othe
 notes and raises the same error: who was where. From then on the group is of no use, and everything
 that needs it refuses at once with the same words, instead of waiting for a timeout of its own.
 
-Nothing here communicates but through the store; the collectives are in ``transport.py``.
+What is said here goes through the store. Collectives are in ``transport.py``; but to make the group
+of our own is one, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 from onecopy.agreement import RanksDisagree
 from onecopy.exchange import Exchange
-from onecopy.groups import private_group, timeout
+from onecopy.groups import DEFAULT_PATIENCE, private_group, timeout
 from onecopy.neighbours import Neighbourhood
 from onecopy.notes import notes_of, store_of
-from onecopy.waiting import keep_for_ever, wait_interruptibly
+from onecopy.waiting import is_interruption, keep_for_ever, wait_interruptibly
 
 _attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
 _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
-_DEFAULT_PATIENCE = timedelta(minutes=30)
 
 
 class Company:
@@ -108,16 +107,18 @@ class Company:
             raise
 
     def exchange(self, token: str, what: str) -> Exchange:
-        """A round of reports through the store, outside of collectives."""
+        """A round of reports through the store, outside of collectives. If the store is lost, that
+        is as a collective that fails: nobody can tell how the round ends."""
         self.note(what)
         store = store_of(self.user_group)
-        return Exchange(store, self.rank, self.world_size, token, self.patience(), what)
+        size, patience = self.world_size, self.patience()
+        return Exchange(store, self.rank, size, token, patience, what, self._report)
 
     # ------------------------------------------------------------------ waiting for them
 
     def patience(self) -> float:
         """Seconds that a collective waits; the user may change them at any time."""
-        return (timeout(self.user_group) or _DEFAULT_PATIENCE).total_seconds()
+        return (timeout(self.user_group) or DEFAULT_PATIENCE).total_seconds()
 
     def wait_for(self, works: Sequence[Any]) -> None:
         with self.naming_absentees():
@@ -136,15 +137,22 @@ class Company:
             yield
         except torch.OutOfMemoryError:
             raise  # says what it is, and the others have nothing to do with it
-        except RuntimeError as error:
+        except BaseException as error:
+            if is_interruption(error) or not isinstance(error, Exception):
+                self._give_up(_interrupted(error))  # what was under way is abandoned
+            elif isinstance(error, RuntimeError):
+                raise RuntimeError(self._report()) from error
+            raise
+
+    def _report(self) -> str:
+        """Who was where; the last thing that this group does."""
+        try:
             report = self._notes.report(self.neighbours.ended())
-            self._give_up(report)
-            raise RuntimeError(report) from error
-        except Exception:
+        except BaseException as error:  # of a signal handler: to ask may take some seconds
+            self._give_up(_interrupted(error))
             raise
-        except BaseException as signal:  # KeyboardInterrupt, or SystemExit of a handler
-            self._give_up(f"{type(signal).__name__} came while this rank waited for the others")
-            raise
+        self._give_up(report)
+        return report
 
     @contextlib.contextmanager
     def or_give_up(self, doing: str) -> Iterator[None]:
@@ -183,3 +191,7 @@ class Company:
         refusal = self.refusal
         if refusal is not None:
             raise RuntimeError(refusal)
+
+
+def _interrupted(by: BaseException) -> str:
+    return f"{type(by).__name__} came while this rank waited for the others"

@@ -7,7 +7,8 @@ life; one that shows none for as long as a collective would have waited is repor
 
 A collective fails at once if a process dies, because its connections do. The store has no such
 signal: a thread of each rank has a pulse there, and a rank without one is lost within a minute,
-however long a disk may take.
+however long a disk may take. The store itself may be lost or stopped, with the process that hosts
+it: a question that it does not answer ends as soon as a wait for a rank without a pulse would.
 """
 
 from __future__ import annotations
@@ -16,16 +17,22 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from onecopy.agreement import name_ranks
+from onecopy.waiting import ask, is_interruption, is_silent
 
 _BEAT_SECONDS = 1.0
 _DEAD_SECONDS = 60.0  # without a pulse
+_ANSWER_SECONDS = 10.0  # that a store may take, at least: the machine may be busy
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.5
 _NAP_SHARE = 0.02  # of the time waited so far: what a nap may add to it
+
+
+class StoreLost(RuntimeError):
+    """The store is gone, or does not answer."""
 
 
 @dataclass(slots=True)
@@ -38,13 +45,15 @@ class Exchange:
     token: str  # the same on all ranks, and new for each round
     patience: float  # seconds without a sign of life until a rank is given up
     what: str  # what is being done, for errors
+    explain_loss: Callable[[], str] | None = None  # what to raise if the store is lost
     is_decided: bool = False  # rank 0 has said how it ended
     _beats: int = 0
     _last_beat: float = field(default_factory=time.monotonic)
     _pulse: _Pulse | None = None
 
     def beat(self) -> None:
-        """A sign of life. Cheap: call it often."""
+        """A sign of life. Cheap: call it often. The store is told, and asked nothing, which does
+        not wait, though it may be stopped."""
         now = time.monotonic()
         if self.world_size > 1 and now - self._last_beat > _BEAT_SECONDS:
             self._last_beat = now
@@ -61,6 +70,10 @@ class Exchange:
             self._pulse = _Pulse(self.store, self._key("pulse", self.rank))
         try:
             return self._run(work, decide)
+        except StoreLost as error:
+            if self.explain_loss is None:
+                raise
+            raise RuntimeError(self.explain_loss()) from error
         finally:
             self._end_pulse()
 
@@ -87,8 +100,10 @@ class Exchange:
         """As ``report``; if rank 0 gives somebody up, it tells the others before it raises."""
         try:
             return self.report(text)
+        except StoreLost:
+            raise
         except RuntimeError as error:
-            if self.rank == 0:
+            if self.rank == 0 and not is_interruption(error):
                 self.answer(json.dumps([None, _described(error)]))
                 self.is_decided = True
             raise
@@ -106,11 +121,11 @@ class Exchange:
     def report(self, text: str) -> list[str] | None:
         """Rank 0 gets the texts of all ranks, in order; the others get None and go on."""
         if self.rank != 0:
-            self.store.set(self._key("report", self.rank), text)
+            self._ask(self.store.set, self._key("report", self.rank), text)
             return None
         others = range(1, self.world_size)
         self._wait_for({rank: self._key("report", rank) for rank in others})
-        return [text, *(self._take(self._key("report", rank)) for rank in others)]
+        return [text, *(self._ask(self._take, self._key("report", rank)) for rank in others)]
 
     def answer(self, text: str | None) -> str:
         """The text that rank 0 passes, on all ranks."""
@@ -119,10 +134,13 @@ class Exchange:
             assert text is not None
             self._end_pulse()  # or it might come back after the table is cleared
             if self.world_size > 1:
-                self.store.set(key, text)
+                self._ask(self.store.set, key, text)
             return text
         self._wait_for({0: key})
         self._end_pulse()
+        return str(self._ask(self._take_answer, key))
+
+    def _take_answer(self, key: str) -> str:
         found: str = self.store.get(key).decode()
         # The last to read it clears the table.
         if self.store.add(self._key("read", 0), 1) == self.world_size - 1:
@@ -137,34 +155,51 @@ class Exchange:
         seen: dict[str, tuple[str, float]] = {}
         start = next_look = time.monotonic()
         while True:
-            keys = {rank: key for rank, key in keys.items() if not self.store.check([key])}
+            keys = self._ask(self._missing, keys)
             if not keys:
                 return
             now = time.monotonic()
             if now >= next_look:
+                self._ask(self._look, keys, seen)
                 self._require_signs_of_life(keys, seen)
                 next_look = now + _BEAT_SECONDS
             self.beat()
             time.sleep(min(max(_SHORTEST_NAP, _NAP_SHARE * (now - start)), _LONGEST_NAP))
 
+    def _missing(self, keys: dict[int, str]) -> dict[int, str]:
+        return {rank: key for rank, key in keys.items() if not self.store.check([key])}
+
+    def _look(self, ranks: Iterable[int], seen: dict[str, tuple[str, float]]) -> None:
+        """Since when each sign of life of these ranks has been what it is, as far as was seen."""
+        for key in [self._key(kind, rank) for kind in self._limits for rank in ranks]:
+            value = self.store.get(key).decode() if self.store.check([key]) else ""
+            if key not in seen or seen[key][0] != value:
+                seen[key] = (value, time.monotonic())
+
+    @property
+    def _limits(self) -> dict[str, float]:
+        return {"beat": self.patience, "pulse": min(self.patience, _DEAD_SECONDS)}
+
     def _require_signs_of_life(
-        self, keys: dict[int, str], seen: dict[str, tuple[str, float]]
+        self, ranks: Iterable[int], seen: dict[str, tuple[str, float]]
     ) -> None:
-        limits = {"beat": self.patience, "pulse": min(self.patience, _DEAD_SECONDS)}
-        for kind, limit in limits.items():
-            silent = [r for r in keys if self._silence(self._key(kind, r), seen) > limit]
+        now = time.monotonic()
+        for kind, limit in self._limits.items():
+            silent = [rank for rank in ranks if now - seen[self._key(kind, rank)][1] > limit]
             if silent:
                 raise RuntimeError(
                     f"no sign of life from {name_ranks(silent)} for {limit:.0f} s while {self.what}"
                 )
 
-    def _silence(self, key: str, seen: dict[str, tuple[str, float]]) -> float:
-        """For how long the value of a key has been what it is, as far as this rank has seen."""
-        now = time.monotonic()
-        value = self.store.get(key).decode() if self.store.check([key]) else ""
-        if key not in seen or seen[key][0] != value:
-            seen[key] = (value, now)
-        return now - seen[key][1]
+    def _ask(self, question: Callable[..., Any], *about: Any) -> Any:
+        """A question to the store, which may not be there any more."""
+        try:
+            patience = max(self._limits["pulse"], _ANSWER_SECONDS)
+            return ask(self.store, lambda: question(*about), patience)
+        except RuntimeError as error:
+            if is_interruption(error):
+                raise
+            raise StoreLost(f"{self.what}: {error}") from error
 
     def _end_pulse(self) -> None:
         if self._pulse is not None:
@@ -199,7 +234,8 @@ class _Pulse:
 
     def end(self) -> None:
         self._is_over.set()
-        self._thread.join()
+        if not is_silent(self._store):  # or it may wait there for ever
+            self._thread.join(_DEAD_SECONDS)
 
 
 _CLASSES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onecopy.waiting import keep_for_ever, let_threads_settle
+from onecopy.notes import store_of
+from onecopy.waiting import ask, keep_for_ever, let_threads_settle, marking_interruptions
 
 
 class WrongProcessGroup(TypeError, AttributeError):
@@ -64,6 +66,8 @@ def private_group(user_group: Any, greatest: Callable[[int], int]) -> Any:
         everybody = user_group is dist.group.WORLD
         config = dist.get_backend_config(user_group)
         kinds = {entry.partition(":")[2] for entry in config.split(",")}
+        if everybody:
+            _meet(user_group)  # those of a subgroup meet when they choose its name
         with contextlib.nullcontext() if everybody else _under_a_new_name(greatest):
             group = dist.new_group(
                 ranks,
@@ -76,6 +80,31 @@ def private_group(user_group: Any, greatest: Callable[[int], int]) -> Any:
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
     return group
+
+
+def _meet(group: Any) -> None:
+    """Until all members are here, or a signal handler raises.
+
+    Why: to make a group waits for them, too, but in a way that no signal ends. It is done through
+    the store, since what the user does in the group is not ours to mix with. Keys stay: if somebody
+    gives up and makes the group anew in the same store, then only the making itself waits.
+    """
+    store, rank = store_of(group), dist.get_rank(group)
+    patience = (timeout(group) or DEFAULT_PATIENCE).total_seconds()
+    until = time.monotonic() + patience
+    keys = [f"onecopy/meeting/{member}" for member in range(dist.get_world_size(group))]
+    ask(store, lambda: store.set(keys[rank], ""), patience)
+    nap = _SHORTEST_NAP
+    while not ask(store, lambda: store.check(keys), patience):
+        if time.monotonic() > until:
+            raise RuntimeError("not all ranks have come to make a process group")
+        with marking_interruptions():
+            time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP)
+
+
+DEFAULT_PATIENCE = timedelta(minutes=30)
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.1  # seconds
 
 
 @atexit.register

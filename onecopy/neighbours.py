@@ -33,6 +33,7 @@ from onecopy.lending import (
     is_available,
     memory_of,
 )
+from onecopy.waiting import marking_interruptions
 
 # In bytes: all that is not empty, since a letter costs less than a message through gloo, however
 # short. Tests send a part of what they could lend.
@@ -163,10 +164,10 @@ class Neighbourhood:
     ) -> bool:
         """Until it is done, or one of the ranks has ended, or patience has. ``is_done`` waits so
         many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
-        if is_done(_AT_FIRST):
-            return True
-        deadline = time.monotonic() + patience()
-        with contextlib.ExitStack() as stack:
+        with marking_interruptions(), contextlib.ExitStack() as stack:
+            if is_done(_AT_FIRST):
+                return True
+            deadline = time.monotonic() + patience()
             have_ended = _ends_of([self.pids[rank] for rank in ranks], stack)
             while not is_done(_LATER):
                 if have_ended() or time.monotonic() > deadline:

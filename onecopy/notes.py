@@ -4,11 +4,15 @@ A note costs microseconds and no collective. When a collective fails because a r
 every rank that waited reads the notes and raises the same error: who was where. If all were at the
 same place, the notes do not tell who is missing: then the ranks on which it failed answer a roll
 call, and whoever does not is lost, or stopped, or still waits.
+
+The process that hosts the store may be the one that is lost. If it has ended, the store says so; if
+it is stopped, or its machine is, the store says nothing at all, so a report has a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,6 +22,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from onecopy.agreement import name_ranks
+from onecopy.waiting import NoAnswer, ask, is_silent
 
 
 @dataclass(slots=True)
@@ -39,11 +44,9 @@ class Notes:
             self.count += 1
             self.place = text
         self.last = text
-        if self.world_size > 1 and self.store is not None:
+        if self.world_size > 1:
             clock = time.strftime("%H:%M:%S")
-            # A note is for diagnosis: without a store, training goes on.
-            with contextlib.suppress(RuntimeError):
-                self.store.set(self._key(self.rank), f"{self.count}|{clock}|{text}")
+            _tell(self.store, self._key(self.rank), f"{self.count}|{clock}|{text}")
 
     def building(self, is_over: bool = False) -> None:
         """An optimizer is built: tell ranks of other process groups, too, which may wait for this
@@ -65,24 +68,33 @@ class Notes:
         has failed is of no use any more, so there is one report for all times.
         """
         if self.store is None or self.world_size == 1:
-            return self._describe(ended)
+            return self._without_store(ended)
+        try:
+            report = ask(self.store, functools.partial(self._agreed, ended), REPORT_WITHIN)
+        except NoAnswer as error:
+            return f"{self._without_store(ended)}; {error}"
+        assert isinstance(report, str)
+        return report
+
+    def _agreed(self, ended: Sequence[int]) -> str:
         with contextlib.suppress(RuntimeError):
             self.store.set(_answer_of(self.rank), "here")
             if self.store.check([_REPORT]):
                 return str(self.store.get(_REPORT).decode())
-        found = self._describe(ended)
+        seen = self._read()
+        found = self._without_store(ended) if seen is None else self._describe(seen, ended)
         try:
             kept: str = self.store.compare_set(_REPORT, "", found).decode()
         except (RuntimeError, NotImplementedError):  # it went down with the rank that hosts it
             return found
         return kept
 
-    def _describe(self, ended: Sequence[int]) -> str:
-        seen = self._read()
-        if seen is None and ended:
+    def _without_store(self, ended: Sequence[int]) -> str:
+        if ended:
             return f"a collective failed: {name_ranks(ended)} ended. This one was last {self.last}"
-        if seen is None:
-            return f"a collective failed on rank {self.rank}: {self.last}"
+        return f"a collective failed on rank {self.rank}: {self.last}"
+
+    def _describe(self, seen: Sequence[_Note], ended: Sequence[int]) -> str:
         furthest = max(note.number for note in seen)
         missing = [rank for rank, note in enumerate(seen) if note.number < furthest]
         places: dict[tuple[int, str], list[int]] = {}
@@ -121,9 +133,7 @@ class Notes:
         return "all ranks are there, so the connection was lost, or they send different things"
 
     def _read(self) -> list[_Note] | None:
-        """The notes of all ranks, if there is a store to read them from."""
-        if self.store is None:
-            return None
+        """The notes of all ranks, if the store is still there."""
         try:
             seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
             if _NEVER_SEEN not in seen:
@@ -170,10 +180,7 @@ class Lobby:
         return cls(store, name, members)
 
     def write(self, group: str) -> None:
-        if self.store is not None:
-            with contextlib.suppress(RuntimeError):
-                text = f"{time.strftime('%H:%M:%S')}|{group}"
-                self.store.set(self._key(dist.get_rank()), text)
+        _tell(self.store, self._key(dist.get_rank()), f"{time.strftime('%H:%M:%S')}|{group}")
 
     def read(self, rank: int) -> _Note | None:
         """Of a rank of this group."""
@@ -192,7 +199,23 @@ class Lobby:
         return f"onecopy/building/{member}"
 
 
+def _tell(store: Any, key: str, text: str) -> None:
+    """Many times a step, so by the thread that calls, though a store may be stopped.
+
+    Why that is no wait: a store is written to without an answer. If nobody reads, that goes on
+    until the buffers of the connection are full, thousands of notes later; a group to which the
+    process that hosts the store belongs has come to the timeout of a collective long before. (Of a
+    group to which it does not belong, a rank might come to wait here.) Only an open question keeps
+    the connection from others; then there is nobody to tell.
+    """
+    if store is not None and not is_silent(store):
+        # A note is for diagnosis: without a store, training goes on.
+        with contextlib.suppress(RuntimeError):
+            store.set(key, text)
+
+
 ANSWER_WITHIN = 5.0  # seconds
+REPORT_WITHIN = 10.0  # seconds, with the roll call
 _REPORT = "onecopy/report"
 _NEVER_SEEN = _Note(0, "never seen", "")
 

@@ -1,4 +1,5 @@
-"""The only file that talks to other ranks.
+"""The only file that calls collectives, but for the making of groups (``groups.py``). What else
+ranks tell each other goes through the store (``company.py``) or the memory of neighbours.
 
 Collectives run on a process group of our own, so that nothing on the user's group can interleave
 with them. They are launched from one thread, in the same order on every rank, and depend on the
@@ -30,6 +31,7 @@ from onecopy.ledger import Ledger, Traffic
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Loan, Neighbourhood, find, worth_lending
 from onecopy.pending import Pending
+from onecopy.waiting import wait_interruptibly
 
 # Who is on the same host, by group: found once, by all ranks together.
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
@@ -73,7 +75,11 @@ class Transport:
     def _greatest_of_user_group(self, value: int) -> int:
         """Before there is a group of our own."""
         number = torch.tensor([value], device=self.control_device)
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.user_group)
+        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self.user_group, async_op=True)
+        if self.control_device.type == "cpu":
+            wait_interruptibly([work])
+        else:
+            work.wait()
         return int(number)
 
     @property

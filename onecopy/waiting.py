@@ -1,50 +1,53 @@
 """Waiting for other ranks in a way that Ctrl-C ends.
 
 Python handles a signal when its main thread runs Python again. A thread that waits in gloo does not
-for as long as the group's timeout allows, which may be half an hour. So the main thread lets
-another one wait, and waits for that one on a lock, which a signal interrupts.
+for as long as the group's timeout allows, which may be half an hour; one that waits for an answer
+of the c10d store does not as long as the process that hosts it is stopped. So the main thread lets
+another one wait, and waits for that one on a lock, which a signal interrupts, or a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 
 class _Errand:
-    """What the waiter does for the main thread."""
+    """What the waiter does for another thread."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self.works = works
-        self.error: BaseException | None = None
+    def __init__(self, task: Callable[[], Any]) -> None:
+        self._task: Callable[[], Any] | None = task
+        self._result: Any = None
+        self._error: BaseException | None = None
         self.lock = threading.Lock()
         self.lock.acquire()
 
     def run(self) -> None:
+        assert self._task is not None
         try:
-            _wait_for(self.works)
+            self._result = self._task()
         except BaseException as error:
-            self.error = error
+            self._error = error
         finally:
-            self.works = ()  # nobody holds on to the memory that was sent
+            self._task = None  # nobody holds on to the memory that was sent
             self.lock.release()
 
-
-def _wait_for(works: Sequence[Any]) -> None:
-    """A function of its own, so that the waiter holds none of them when the main thread goes on.
-
-    Why: the end of a work releases the interpreter for a moment. If the process ends in that
-    moment, the thread cannot come back, and the process aborts.
-    """
-    for work in works:
-        work.wait()
+    def outcome(self) -> Any:
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error  # a cycle, which would hold on to the memory that was sent
 
 
 class _Waiter:
@@ -58,17 +61,21 @@ class _Waiter:
         while True:
             self._errands.get().run()
 
-    def send(self, works: Sequence[Any]) -> _Errand:
-        errand = _Errand(works)
+    def send(self, task: Callable[[], Any]) -> _Errand:
+        errand = _Errand(task)
         self._errands.put(errand)
         return errand
 
+    @classmethod
+    def idle(cls) -> _Waiter:
+        try:
+            return _idle.pop()
+        except IndexError:
+            return cls()
 
-_idle: list[_Waiter] = []  # one, unless a signal handler waits, too
+
+_idle: list[_Waiter] = []  # one, unless a signal handler waits, too, or several threads do
 _abandoned: list[Sequence[Any]] = []
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # it has no such thread
 
 
 def wait_interruptibly(works: Sequence[Any]) -> None:
@@ -79,20 +86,111 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         _wait_for(works)
         return
-    waiter = _idle.pop() if _idle else _Waiter()
-    errand = waiter.send(works)
+    waiter = _Waiter.idle()
+    errand = waiter.send(functools.partial(_wait_for, works))
     try:
-        errand.lock.acquire()
+        with marking_interruptions():
+            errand.lock.acquire()
     except BaseException:  # a signal: the thread still waits, and the next errand gets another one
-        _abandoned.append(works)  # their end in that thread might be that of the process: as above
+        _abandoned.append(works)  # their end in that thread might be that of the process: as below
         raise
     _idle.append(waiter)
-    error, errand.error = errand.error, None
-    if error is not None:
+    errand.outcome()
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    """A function of its own, so that the waiter holds none of them when the main thread goes on.
+
+    Why: the end of a work releases the interpreter for a moment. If the process ends in that
+    moment, the thread cannot come back, and the process aborts.
+    """
+    for work in works:
+        work.wait()
+
+
+# -------------------------------------------------------------------------- signals
+
+
+@contextlib.contextmanager
+def marking_interruptions() -> Iterator[None]:
+    """Around a wait that raises nothing by itself: what comes is of a signal handler. That may be
+    any class, as the TimeoutError of an alarm, or one by which others tell that a rank is lost."""
+    try:
+        yield
+    except BaseException as error:
+        vars(error)[_INTERRUPTS] = True
+        raise
+
+
+def is_interruption(error: BaseException) -> bool:
+    return _INTERRUPTS in vars(error)
+
+
+_INTERRUPTS = "_onecopy_interrupts"
+
+
+# -------------------------------------------------------------------------- questions to the store
+
+
+class NoAnswer(RuntimeError):
+    """The c10d store has not answered in time."""
+
+
+class _Question:
+    def __init__(self, store: Any, errand: _Errand) -> None:
+        self.store, self.errand = store, errand
+        self.is_late = False  # if it is open and not late, a signal has ended the wait
+
+
+_open: list[_Question] = []  # nobody waits for the answer any more
+
+
+def ask(store: Any, question: Callable[[], Any], patience: float) -> Any:
+    """What the store answers, within seconds of patience. It has no deadline of its own for most
+    questions: one to a process that is stopped waits for ever.
+
+    A question that is not answered keeps the connection from all others. So until it is, nobody
+    else asks, and waits for its whole patience.
+    """
+    root = _root_of(store)
+    if not any(each.is_late for each in _questions_to(root)):
+        waiter = _Waiter.idle()
+        asked = _Question(root, waiter.send(question))
         try:
-            raise error
-        finally:
-            del error, errand  # a cycle, which would hold on to the memory that was sent
+            with marking_interruptions():
+                asked.is_late = not asked.errand.lock.acquire(timeout=patience)
+        except BaseException:
+            _open.append(asked)
+            raise
+        if not asked.is_late:
+            _idle.append(waiter)
+            return asked.errand.outcome()
+        _open.append(asked)
+    raise NoAnswer("the store does not answer: the process that hosts it is lost or stopped")
+
+
+def is_silent(store: Any) -> bool:
+    """Whether a question to it is open, so that whoever calls it now may wait for ever. Cheap, as
+    long as there is none to any store."""
+    return bool(_open) and bool(_questions_to(_root_of(store)))
+
+
+def _questions_to(root: Any) -> list[_Question]:
+    _open[:] = [each for each in _open if each.errand.lock.locked()]
+    return [each for each in _open if each.store is root]
+
+
+def _root_of(store: Any) -> Any:
+    """What holds the connection: groups have stores of their own that share one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+if hasattr(os, "register_at_fork"):
+    # A child has no such threads.
+    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_open.clear)
 
 
 # -------------------------------------------------------------------------- at the end

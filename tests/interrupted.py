@@ -3,9 +3,9 @@
     python interrupted.py <scenario> <rank> <port of the store> <directory> <"send" or "lend">
 
 Rank 0 does what the scenario says. Rank 1 takes part in the beginning, then stays away and alive,
-is stopped, or exits, too. The group's timeout is ten minutes: nobody may wait for that, but for
-somebody who is stopped, where it is a few seconds. What is lent is awaited in another way than what
-is sent.
+is stopped, or exits, too. (Where the host of the store is lost, that is rank 0, and rank 1 waits.)
+The group's timeout is ten minutes: nobody may wait for that, but for somebody who is stopped, where
+it is a few seconds. What is lent is awaited in another way than what is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onecopy import ZeroRedundancyOptimizer, neighbours
+from onecopy import ZeroRedundancyOptimizer, neighbours, saving
 from onecopy.gatherer import Gatherer
 
 # Ignored in what a shell has started in the background.
@@ -35,7 +35,23 @@ neighbours.WORTH_LENDING = 1 if sys.argv[5] == "lend" else sys.maxsize
 torch.set_num_threads(1)
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False)
 TIMEOUT = timedelta(seconds=4) if SCENARIO.startswith("stopped") else timedelta(minutes=10)
-dist.init_process_group("gloo", store=STORE, rank=RANK, world_size=2, timeout=TIMEOUT)
+HOST = 0 if "host" in SCENARIO else None  # of the store that the group uses
+VICTIM = 1 if HOST is None else HOST
+
+
+def store_of_the_group() -> dist.Store:
+    if HOST is None:
+        return STORE
+    if RANK == HOST:
+        hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        STORE.set("port", str(hosted.port))
+        return hosted
+    return dist.TCPStore("127.0.0.1", int(STORE.get("port")), is_master=False)
+
+
+dist.init_process_group(
+    "gloo", store=store_of_the_group(), rank=RANK, world_size=2, timeout=TIMEOUT
+)
 MODEL = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
 
 
@@ -107,6 +123,15 @@ def alone(wait: Callable[[], Any]) -> None:
 
 
 def building() -> None:
+    alone(lambda: made(attach=False))
+
+
+def building_in_a_subgroup() -> None:
+    group = dist.new_group([0, 1])
+    alone(lambda: ZeroRedundancyOptimizer(MODEL.parameters(), torch.optim.SGD, group, lr=0.1))
+
+
+def building_another() -> None:
     made(attach=False)
     alone(lambda: made(attach=False))
 
@@ -164,6 +189,26 @@ def caught() -> None:
         say("tidy")
 
 
+def handled() -> None:
+    """A handler of the user's raises an Exception."""
+
+    def late(number: int, _: Any) -> None:
+        raise (TimeoutError if number == signal.SIGALRM else RuntimeError)("a second is over")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGUSR1, late)
+    optimizer = made(attach=False)
+    together()
+    if RANK == 1:
+        time.sleep(600)
+    say_when_this_thread_waits()
+    for wait in (optimizer.step, made):
+        try:
+            wait()
+        except (TimeoutError, RuntimeError) as error:
+            say(f"{type(error).__name__}: {error}")
+
+
 # ---------------------------------------- stopped ----------------------------------------
 
 
@@ -173,9 +218,9 @@ def stop(*_: Any) -> None:
 
 
 def without_the_other(wait: Callable[[], Any], stops_at_once: bool = True) -> None:
-    """Rank 1 stops. What rank 0 says."""
+    """One rank stops. What the other says."""
     together()
-    if RANK == 1 and stops_at_once:
+    if RANK == VICTIM and stops_at_once:
         stop()
     start = time.monotonic()
     try:
@@ -197,9 +242,54 @@ def stopped_before_a_backward() -> None:
 def stopped_in_a_step() -> None:
     """Where the other one is, too."""
     optimizer = made(attach=False)
-    if RANK == 1:
+    if RANK == VICTIM:
         Gatherer.start = stop  # type: ignore[assignment]
     without_the_other(optimizer.step, stops_at_once=False)
+
+
+stopped_host_in_a_step = stopped_in_a_step
+
+
+def stopped_host_before_a_step() -> None:
+    """And nobody waits for its store again."""
+    optimizer = made(attach=False)
+    without_the_other(optimizer.step)
+    start = time.monotonic()
+    try:
+        made()
+    except RuntimeError as error:
+        say(f"again: {error}")
+    say(f"all {time.monotonic() - start < 5}")
+
+
+def stopped_host_in_a_save() -> None:
+    """Where the others wait for its answer."""
+    optimizer = made(attach=False)
+    if RANK == VICTIM:
+        saving.write_metadata = stop
+    without_the_other(lambda: optimizer.save(DIRECTORY), stops_at_once=False)
+
+
+def killed_host_in_a_save() -> None:
+    optimizer = made(attach=False)
+    if RANK == VICTIM:
+        saving.write_metadata = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    without_the_other(lambda: optimizer.save(DIRECTORY), stops_at_once=False)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        say(f"again: {error}")
+
+
+def host_stopped_in_a_save() -> None:
+    """As above, with ten minutes until the timeout, and somebody who has no patience."""
+    optimizer = made(attach=False)
+    if RANK == VICTIM:
+        saving.write_metadata = stop
+    together()
+    if RANK != VICTIM:
+        say_when_this_thread_waits()
+    optimizer.save(DIRECTORY)
 
 
 # ---------------------------------------- exiting ----------------------------------------

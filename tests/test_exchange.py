@@ -284,3 +284,29 @@ def test_one_rank_needs_no_store() -> None:
     alone = Exchange(None, 0, 1, "token", PATIENT, "testing")
     alone.beat()
     assert alone.run(lambda: [1], lambda results: results) == [[1]]
+
+
+class Stopped(dist.HashStore):
+    """A store whose host is stopped."""
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait()
+        return super().check(keys)
+
+
+class Gone(dist.HashStore):
+    """A store whose host has ended."""
+
+    def check(self, _: list[str]) -> bool:
+        raise dist.DistNetworkError("connection reset")
+
+
+@pytest.mark.parametrize("store", [Stopped, Gone])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_is_lost_is_explained(rank: int, store: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(exchange, "_ANSWER_SECONDS", 0.2)
+    alone = Exchange(store(), rank, 2, "token", 0.2, "testing", lambda: "who was where")
+    with pytest.raises(RuntimeError, match="who was where") as caught:
+        alone.run(lambda: 0, lambda _: 0)
+    assert isinstance(caught.value.__cause__, exchange.StoreLost)
+    assert not alone.is_decided

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from onecopy.notes import ANSWER_WITHIN
+from onecopy.notes import ANSWER_WITHIN, REPORT_WITHIN
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 PATIENCE = 90.0  # seconds to start and to come to a place, on a busy machine
@@ -44,13 +44,14 @@ class Ranks:
             for rank in range(2)
         ]
 
-    def until_it_waits(self) -> str:
-        """Until rank 0 says so; in which file."""
-        watchdog = threading.Timer(PATIENCE, self.processes[0].kill)
+    def until_it_waits(self, rank: int = 0) -> str:
+        """Until the rank says so; in which file."""
+        process = self.processes[rank]
+        watchdog = threading.Timer(PATIENCE, process.kill)
         watchdog.start()
-        said = self.processes[0].stdout.readline()
+        said = process.stdout.readline()
         watchdog.cancel()
-        assert said.startswith("waiting in "), self.processes[0].stderr.read()
+        assert said.startswith("waiting in "), process.stderr.read()
         return said.removeprefix("waiting in ").strip()
 
     def end_of(self, rank: int, limit: float) -> tuple[int, str, str]:
@@ -79,10 +80,11 @@ def two_ranks(
             process.stderr.close()
 
 
-SENT = ["in_backward", "in_gather", "in_reduce", "in_forward", "in_save", "building"]
+BUILDING = ["building", "building_in_a_subgroup", "building_another"]
+SENT = ["in_backward", "in_gather", "in_reduce", "in_forward", "in_save", *BUILDING]
 LENT = ["in_gather", "in_backward", "in_forward"]  # where the letter of a neighbour is awaited
 PLACES = [("send", place) for place in SENT] + [("lend", place) for place in LENT]
-QUICK = [("send", SENT[0]), ("lend", LENT[0])]
+QUICK = [("send", SENT[0]), ("send", BUILDING[0]), ("lend", LENT[0])]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,69 @@ def test_a_rank_that_is_stopped_and_not_dead_is_named_within_the_timeout(
         assert STOPPED_TIMEOUT - 1 < float(seconds) < STOPPED_TIMEOUT + ANSWER_WITHIN + 10
         assert says in said
         assert said.endswith("end\n")
+
+
+UNANSWERED = "; the store does not answer: the process that hosts it is lost or stopped"
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "stopped_host_before_a_step",
+        pytest.param("stopped_host_in_a_step", marks=SLOW),
+        pytest.param("stopped_host_in_a_save", marks=SLOW),
+    ],
+)
+def test_a_rank_that_is_stopped_and_hosts_the_store_keeps_nobody(
+    scenario: str, tmp_path: Path
+) -> None:
+    with two_ranks(scenario, tmp_path) as ranks:
+        code, output, errors = ranks.end_of(1, PATIENCE + PROMPT)
+        assert (code, errors) == (0, "")
+        seconds, _, said = output.partition(" s: ")
+        assert STOPPED_TIMEOUT - 1 < float(seconds) < STOPPED_TIMEOUT + REPORT_WITHIN + 5
+        first, *more, end = said.splitlines()
+        assert first.startswith("a collective failed on rank 1: ")
+        assert first.endswith(UNANSWERED)
+        assert end == "end"
+        if scenario == "stopped_host_before_a_step":
+            assert any(line.startswith("again: the process group is of no use") for line in more)
+            assert "all True" in more
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_a_store_whose_host_is_stopped(tmp_path: Path) -> None:
+    with two_ranks("host_stopped_in_a_save", tmp_path) as ranks:
+        ranks.until_it_waits(1)
+        ranks.processes[1].send_signal(signal.SIGINT)
+        code, _, errors = ranks.end_of(1, PROMPT)
+        assert code in (1, -signal.SIGINT), errors
+        assert "KeyboardInterrupt" in errors
+
+
+def test_a_rank_that_ends_in_a_save_and_hosts_the_store_is_named(tmp_path: Path) -> None:
+    with two_ranks("killed_host_in_a_save", tmp_path) as ranks:
+        code, output, errors = ranks.end_of(1, PATIENCE + PROMPT)
+        assert code == 0, errors  # torch logs that the connection was reset
+        first, *_ = output.splitlines()
+        assert "a collective failed: rank 0 ended. This one was last saving to " in first
+        assert "again: the process group is of no use any more, because a collective" in output
+
+
+@pytest.mark.parametrize("how", ["send", "lend"])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGALRM, "TimeoutError"), (signal.SIGUSR1, "RuntimeError")]
+)
+def test_what_a_signal_handler_raises_is_raised_and_ends_the_use_of_the_group(
+    number: int, name: str, how: str, tmp_path: Path
+) -> None:
+    with two_ranks("handled", tmp_path, how) as ranks:
+        ranks.until_it_waits()
+        ranks.processes[0].send_signal(number)
+        code, output, errors = ranks.end_of(0, PROMPT)
+        assert (code, errors) == (0, "")
+        first, second, *_ = output.splitlines()
+        assert first == f"{name}: a second is over"
+        assert f"of no use any more, because {name} came while this rank waited" in second
 
 
 @pytest.mark.parametrize("how", ["send", "lend"])

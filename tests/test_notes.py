@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from onecopy import notes as notes_module
 from onecopy.notes import Lobby, Notes
+from onecopy.waiting import is_silent
 
 
 def test_without_a_store_the_report_is_about_this_rank_alone() -> None:
@@ -70,3 +73,35 @@ def test_a_store_that_goes_down_during_the_roll_call_is_told() -> None:
     said, same = reports([0, 1], GoesDown())
     assert said == same
     assert "one was lost, and with it the store that would tell which. Last seen:" in said
+
+
+class Stopped(dist.HashStore):
+    """A store whose host is stopped: what is asked is not answered, what is told is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        return super().check(keys)
+
+
+def test_a_store_that_does_not_answer_is_told_and_nobody_waits_for_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notes_module, "REPORT_WITHIN", 0.5)
+    store = Stopped()
+    notes = Notes(store, Lobby(None, "0", [0, 1]), rank=1, world_size=2)
+    notes.write("in step 3")
+    expected = "a collective failed on rank 1: in step 3; the store does not answer: "
+    assert notes.report().startswith(expected)
+    monkeypatch.setattr(notes_module, "REPORT_WITHIN", 3600.0)
+    assert notes.report([0]).startswith("a collective failed: rank 0 ended. This one was last in")
+    assert is_silent(store)
+    assert not is_silent(dist.HashStore())
+    store.goes_on.set()
+    until = time.monotonic() + 60
+    while is_silent(store):
+        assert time.monotonic() < until
+        time.sleep(0.01)
