@@ -67,7 +67,7 @@ def doubled(empty: bytes, fill: Callable[[bytes], bytes], times: int = 60) -> by
     return b"(" + empty + put(0) + b"".join(levels) + b"t"
 
 
-DEEP = 300_000
+DEEP = 100_000
 BOMBS: dict[str, bytes] = {
     "a doubled tuple": doubled_tuple(),
     "a tuple doubled by DUP": b")" + b"2\x86" * 60,
@@ -94,11 +94,11 @@ BOMBS: dict[str, bytes] = {
     "many copies of a long list": b"ctorch\nSize\n"
     + put(0)
     + b"]("
-    + b"N" * 10**5
+    + b"N" * 30_000
     + b"e"
     + put(1)
     + b"("
-    + (get(0) + get(1) + b"\x85R") * 10**5
+    + (get(0) + get(1) + b"\x85R") * 30_000
     + b"t",
     "many objects with many attributes": b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     + put(0)
@@ -107,10 +107,14 @@ BOMBS: dict[str, bytes] = {
     + b"u"
     + put(1)
     + b"("
-    + (get(0) + b")R" + get(1) + b"b") * 10**5
+    + (get(0) + b")R" + get(1) + b"b") * 30_000
     + b"t",
 }
-AS_KEY = {f"{name}, as a key": b"}" + bomb + b"Ns" for name, bomb in BOMBS.items()}
+AS_KEY = {
+    f"{name}, as a key": b"}" + bomb + b"Ns"
+    for name, bomb in BOMBS.items()
+    if name.startswith(("a doubled", "a deep", "a list", "a number of a megabyte", "a long"))
+}
 ALL = {**BOMBS, **AS_KEY}
 
 
@@ -269,7 +273,7 @@ def test_lists_that_all_entries_share_do_not_multiply() -> None:
 
 
 def test_keys_that_would_all_have_the_same_hash_do_not() -> None:
-    data = of_one_hash(50_000)
+    data = of_one_hash(20_000)
     each_refused({"hashes": lambda: parse_metadata(data)}, may_pass=True)
 
 
