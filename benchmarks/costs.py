@@ -30,7 +30,7 @@ class Cost:
 
 def measure(full: bool) -> list[Cost]:
     """All of them; ``full`` takes larger states and more rounds."""
-    of_state = ["--mb", "256" if full else "32", "--rounds", "5" if full else "3", "--ranks", "2"]
+    of_state = ["--mb", "128" if full else "32", "--rounds", "5" if full else "3", "--ranks", "2"]
     found = []
     for program, options in (
         ("plan.py", []),
