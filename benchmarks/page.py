@@ -22,7 +22,7 @@ JSON = PICTURES / "bench.json"
 _OPENING = """\
 # Benchmarks
 
-This page is written by `make bench FULL=1` (an hour on two cores) or `make bench` (four of the tables, some ten minutes), which set up an
+This page is written by `make bench FULL=1` (three quarters of an hour on two cores) or `make bench` (four of the tables, some ten minutes), which set up an
 environment of their own with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that
 left the spread of the run before are printed.
 
@@ -41,7 +41,8 @@ elsewhere with four ranks on cables.
 - **torch**: `torch.distributed.optim.ZeroRedundancyOptimizer` under DDP, with and without `parameters_as_bucket_view`, and with DDP's
   `gradient_as_bucket_view` besides. Its `overlap_with_ddp` refuses gloo.
 - **FSDP2**: `fully_shard` of the embedding, each block, the head and the root, with `reshard_after_forward` or without. It shards the
-  parameters, too. A model without blocks is one unit, which is the root, and stays gathered either way.
+  parameters, too. (Blocks alone, with embedding and head in the root, are a bit faster on loopback and take more memory.) A model
+  without blocks is one unit, which is the root, and stays gathered either way.
 - **DeepSpeed** ZeRO-1 and ZeRO-2 on its CPU accelerator, the same torch optimizer, no clipping, buckets of 25 MB as DDP's (by default this
   model would be one bucket), `overlap_comm` as it is by default. Muon is its own implementation. The first time on a machine it
   compiles an extension, which counts as building. Its state includes a second copy of
