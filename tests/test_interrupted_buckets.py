@@ -56,6 +56,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda optimizer: optimizer.clip_grad_norm_(1.0),
     "full_grad": lambda optimizer: optimizer.full_grad(optimizer._all_params[0]),
 }
+SLOWLY = [pytest.param(use, marks=pytest.mark.slow) for use in ("clip_grad_norm_", "full_grad")]
 
 
 def train(job: Job, use: str, *numbers: int) -> None:
@@ -67,7 +68,7 @@ def train(job: Job, use: str, *numbers: int) -> None:
 
 @distributed(2, 3, timeout=60, pg_timeout=3)
 @pytest.mark.parametrize(("owner", "name", "when", "error"), LANDING)
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", ["step", *SLOWLY])
 def test_gradients_that_were_added_up_in_part_are_never_used(
     world: World, owner: Any, name: str, when: str, error: type[BaseException], use: str
 ) -> None:
