@@ -87,6 +87,18 @@ def raised_by(opt: Any, directory: Path) -> tuple[str, str]:
     return "", ""
 
 
+def interrupted(
+    opt: Any, directory: Path, line: int, error: type[BaseException]
+) -> tuple[tuple[str, str], list[str]]:
+    """A save of 2 over one of 1, which raises at this line: what it raised then, and where."""
+    become(opt, 1)
+    opt.save(directory)
+    become(opt, 2)
+    with raising_at(line, error) as where:
+        raised = raised_by(opt, directory)
+    return raised, where
+
+
 def check(world: World, directory: Path, raised: tuple[str, str]) -> float:
     """What is in the directory: one number, which every rank loads."""
     dist.barrier()
@@ -111,11 +123,7 @@ def test_whatever_line_of_the_last_step_is_interrupted_a_checkpoint_is_there(
     opt = optimizer_of(1)
     outcomes = []
     for line in range(1, 200):
-        become(opt, 1)
-        opt.save(tmp_path)
-        become(opt, 2)
-        with raising_at(line if world.rank == 0 else 0, error) as where:
-            raised = raised_by(opt, tmp_path)
+        raised, where = interrupted(opt, tmp_path, line if world.rank == 0 else 0, error)
         outcomes.append(check(world, tmp_path, raised))
         if on_all_ranks(where)[0] == []:
             assert raised == ("", "")
@@ -133,11 +141,7 @@ def test_whatever_line_is_interrupted_by_ctrl_c_a_checkpoint_is_there(
     opt = optimizer_of(1)
     outcomes = []
     for line in range(1, 200):
-        become(opt, 1)
-        opt.save(tmp_path)
-        become(opt, 2)
-        with raising_at(line, KeyboardInterrupt) as where:
-            raised = raised_by(opt, tmp_path)
+        raised, where = interrupted(opt, tmp_path, line, KeyboardInterrupt)
         outcomes.append(number_in(tmp_path))
         if not where:
             break
