@@ -1,7 +1,8 @@
 """What the parts of ``ZeroRedundancyOptimizer`` know of the whole.
 
 The class is put together from parts, each a file: its state and checkpoints (``keeping.py``), its
-attached mode (``attaching.py``), uneven inputs (``joining.py``), and the optimizer itself.
+attached mode (``attaching.py``), parameters that come later (``growing.py``), uneven inputs
+(``joining.py``), checks (``checking.py``), reports (``reporting.py``), and the optimizer itself.
 """
 
 from __future__ import annotations

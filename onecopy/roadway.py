@@ -51,7 +51,7 @@ class Roadway:
         dtypes: tuple[torch.dtype | None, torch.dtype | None],
         kept: Sequence[Lane] = (),
     ) -> Roadway:
-        """``kept``: lanes of the first buckets, which go on. They are as before if this fails.
+        """``kept``: lanes of the first buckets, which go on, as before if memory is lacking.
         ``dtypes``: in which gradients travel, and of the master."""
         new = range(len(kept), len(plan.buckets))
         lanes = [*kept, *(Lane.of(plan, bucket, params, transport, *dtypes) for bucket in new)]

@@ -102,6 +102,7 @@ ORDER = (
     "checking",
     "keeping",
     "attaching",
+    "growing",
     "joining",
     "optimizer",
     "ddp_hooks",
