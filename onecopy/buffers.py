@@ -113,6 +113,10 @@ class Copies:
         self.targets.append(target)
         self.sources.append(source)
 
+    def extend(self, others: Copies) -> None:
+        self.targets += others.targets
+        self.sources += others.sources
+
     def reversed(self) -> Copies:
         return Copies(self.sources, self.targets)
 

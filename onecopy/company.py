@@ -23,6 +23,7 @@ import torch.distributed as dist
 from onecopy.agreement import RanksDisagree
 from onecopy.exchange import Exchange
 from onecopy.groups import DEFAULT_PATIENCE, private_group, timeout
+from onecopy.hosts import Hosts
 from onecopy.neighbours import Neighbourhood
 from onecopy.notes import notes_of, store_of
 from onecopy.waiting import is_interruption, keep_for_ever, wait_interruptibly
@@ -47,7 +48,8 @@ class Company:
         self._notes = notes_of(user_group)
         self.note("building an optimizer")
         self._notes.building()
-        self.neighbours = Neighbourhood(self.rank, self.world_size)  # none are known yet
+        # None are known yet.
+        self.neighbours = Neighbourhood(self.rank, Hosts.apart(self.world_size))
         self.group = user_group  # as long as there is no other
         with self.naming_absentees():
             self.group = private_group(user_group, greatest)

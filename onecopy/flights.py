@@ -6,6 +6,10 @@
 
 At most ``IN_FLIGHT`` are under way, and never two in the same staging: the launch of one more lands
 the first. What neighbours have lent is given back as soon as it was added up.
+
+Where ranks share a host, and there are others, some of what a rank lends is not for its neighbours
+but for owners elsewhere (``hosts.py``): its neighbour adds that up, and sends one sum. It does so
+whenever it comes by and everything is there, and at the latest before it waits for the bucket.
 """
 
 from __future__ import annotations
@@ -28,24 +32,34 @@ from onecopy.transport import GATHER_TAGS, Transport
 _TAGS_EACH, _ATTACHMENTS = GATHER_TAGS, 4000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
     """A bucket on its way."""
 
     lane: Lane
-    contributions: Sequence[torch.Tensor | Loan]  # of all ranks, in their order, or their sum alone
+    # Of all ranks, or of whole hosts, in the order in which they are added up; or the sum alone.
+    contributions: Sequence[torch.Tensor | Loan]
     pending: Pending
+    loans: Sequence[Loan] = ()  # what neighbours lend
+    carries: bool = False  # what they contribute for other hosts is not on its way yet
 
     def read(self) -> list[torch.Tensor]:
         """The contributions, once they are here."""
-        dtype = self.lane.wire.dtype
-        return [c.tensor(dtype) if isinstance(c, Loan) else c for c in self.contributions]
+        return [self._mine(c) if isinstance(c, Loan) else c for c in self.contributions]
+
+    def _mine(self, loan: Loan) -> torch.Tensor:
+        return self.lane.part_for(loan.neighbourhood.rank, loan.tensor(self.lane.wire.dtype))
+
+    def staging_on_host(self, rank: int) -> list[torch.Tensor]:
+        """The bucket as each rank of this host has filled it, once the loans have arrived."""
+        found = {loan.lender: loan.tensor(self.lane.wire.dtype) for loan in self.loans}
+        found[rank] = self.lane.outgoing
+        return [found[each] for each in sorted(found)]
 
     def give_back(self) -> None:
         """What neighbours have lent is no longer needed."""
-        for each in self.contributions:
-            if isinstance(each, Loan):
-                each.give_back()
+        for loan in self.loans:
+            loan.give_back()
 
 
 class Flights:
@@ -71,33 +85,88 @@ class Flights:
             lane.fill(gradients, share)
             with self._transport.company.or_give_up("sending gradients"):
                 self._under_way.append(self._send(lane))
+        self._carry_what_has_come()
 
     def _send(self, lane: Lane) -> Flight:
-        rank, world = self._transport.rank, self._transport.world_size
-        outgoing = [lane.outgoing[start:stop] for start, stop in lane.ranges]
-        if world == 1:
-            return Flight(lane, outgoing, self._transport.nothing())
+        transport, passage = self._transport, lane.passage
+        rank = transport.rank
+        if transport.world_size == 1:
+            return Flight(lane, [lane.outgoing], transport.nothing())
         if lane.has_equal_slots:
-            pending = self._transport.reduce_slots(lane.outgoing, lane.incoming)
+            pending = transport.reduce_slots(lane.outgoing, lane.incoming)
             return Flight(lane, [lane.incoming], pending)
-        tag = self._tags_from + lane.bucket
-        borrowed, borrowing = self._transport.borrow(lane.lenders, tag)
-        loans = {loan.lender: loan for loan in borrowed}
-        if lane.memory is not None and lane.readers:
-            parts = {reader: outgoing[reader] for reader in lane.readers}
-            self._transport.lend(lane.memory, parts, tag)
-        each, empty = lane.slot.numel(), lane.incoming[:0]
-        slots = (lane.incoming[i * each : (i + 1) * each] for i in range(world))
-        incoming = [empty if r in (rank, *lane.lenders) else next(slots) for r in range(world)]
-        sent = [empty if r in lane.readers else part for r, part in enumerate(outgoing)]
-        exchange = self._transport.exchange_parts(sent, incoming, tag)
-        incoming[rank] = outgoing[rank]
-        contributions = [loans.get(r, part) for r, part in enumerate(incoming)]
-        return Flight(lane, contributions, Pending.together([borrowing, exchange]))
+        received, each = {}, lane.slot.numel()
+        for number, sender in enumerate(passage.senders):
+            received[sender] = lane.incoming[number * each : (number + 1) * each]
+        if transport.sends_one_by_one(lane.wire.device):
+            loans, pending = self._send_one_by_one(lane, received)
+        else:
+            loans, pending = [], self._send_at_once(lane, received)
+        # Of a neighbour that sends its part, what it lends is carried elsewhere.
+        of_rank: dict[int, torch.Tensor | Loan] = {loan.lender: loan for loan in loans}
+        of_rank |= {**received, rank: lane.part_for(rank, lane.outgoing)}
+        contributions = [of_rank[contributor] for contributor in passage.contributors]
+        return Flight(lane, contributions, pending, loans, carries=bool(passage.carried))
+
+    def _send_one_by_one(
+        self, lane: Lane, received: Mapping[int, torch.Tensor]
+    ) -> tuple[list[Loan], Pending]:
+        transport, passage, tag = self._transport, lane.passage, self._tag(lane)
+        loans, borrowing = transport.borrow(passage.lenders, tag)
+        if passage.readers:
+            assert lane.memory is not None
+            read = [
+                lane.part_for(owner, lane.outgoing)
+                for owners in passage.read_by.values()
+                for owner in owners
+            ]
+            transport.lend(lane.memory, dict.fromkeys(passage.readers, lane.outgoing), tag, read)
+        works = [borrowing]
+        works += [transport.receive(part, sender, tag) for sender, part in received.items()]
+        for owner in passage.direct:
+            works.append(transport.send(lane.part_for(owner, lane.outgoing), owner, tag))
+        return loans, Pending.together(works)
+
+    def _send_at_once(self, lane: Lane, received: Mapping[int, torch.Tensor]) -> Pending:
+        empty, everybody = lane.incoming[:0], range(self._transport.world_size)
+        outgoing = [lane.part_for(owner, lane.outgoing) for owner in everybody]
+        outgoing[self._transport.rank] = empty
+        return self._transport.exchange_parts(outgoing, [received.get(r, empty) for r in everybody])
+
+    def _tag(self, lane: Lane) -> int:
+        return self._tags_from + lane.bucket
+
+    def _carry_what_has_come(self) -> None:
+        """Add up, and send to other hosts, what neighbours contribute for them, if it is here."""
+        for flight in self._under_way:
+            if flight.carries and all(loan.has_come for loan in flight.loans):
+                self._carry(flight)
+
+    def _carry(self, flight: Flight) -> None:
+        """The same for one bucket; waits for what is not here."""
+        transport, lane = self._transport, flight.lane
+        with transport.ledger.carrying(Phase.REDUCE, lane.bucket):
+            transport.await_loans(flight.loans)
+            # A sum takes the place of what this rank contributes: there is no second time.
+            with transport.company.or_give_up("adding up gradients for other hosts"):
+                staging = flight.staging_on_host(transport.rank)
+                sent = [flight.pending]
+                for owner in lane.passage.carried:
+                    total = lane.add_up_for(owner, staging)
+                    sent.append(transport.send(total, owner, self._tag(lane)))
+                flight.pending = Pending.together(sent)
+                flight.carries = False
+
+    def _carry_before_waiting_for(self, flight: Flight) -> None:
+        """Others wait for what this rank carries, and it is about to wait for them."""
+        self._carry_what_has_come()
+        if flight.carries:
+            self._carry(flight)
 
     def land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._under_way[0]
+        self._carry_before_waiting_for(flight)
         with self._transport.ledger.waiting(Phase.REDUCE, flight.lane.bucket):
             flight.pending.wait()
             # Added up in part, or without being crossed off, it could not be added up again.
@@ -124,6 +193,7 @@ class Flights:
     def turn_away(self) -> None:
         """Wait for all, and add up none: what was lent is given back."""
         while self._under_way:
+            self._carry_before_waiting_for(self._under_way[0])
             self._under_way[0].pending.wait()
             self._under_way[0].give_back()
             self._under_way.popleft()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch._compile import _disable_dynamo
 
 from onecopy.buffers import FlatHomes, Staging
 from onecopy.ledger import Phase
-from onecopy.lending import SharedMemory
 from onecopy.plan import Plan
-from onecopy.transfers import Journey, Lending, Route, Site, Transfer, packed, route_of
+from onecopy.transfers import Journey, Lendable, Route, Site, Transfer, route_of
 from onecopy.transport import Transport
 
 IN_FLIGHT = 3
@@ -22,13 +21,6 @@ LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
 # that is ahead of them can go on. Gradients have as many.
 LENT = IN_FLIGHT + 1
-
-
-class Lendable(NamedTuple):
-    """Memory that neighbours can read, and all of it as a tensor."""
-
-    memory: SharedMemory
-    buffer: torch.Tensor
 
 
 class Lender(Protocol):
@@ -110,24 +102,22 @@ class Gatherer:
             if route.staged:
                 staging.demand(turn, route.staged, route.like)
             if route.lent and self._lendable(turn, route) is None:
-                self._lent.demand(turn, route.lent_slot, route.like)
+                self._lent.demand(turn, route.lent, route.like)
         transfers = []
         for turn, route in enumerate(routes):
             buffer = staging.reserve(turn, route.staged, route.like) if route.staged else None
-            transfer = route.transfer(buffer)
+            room = None
             if route.lent:
                 room = self._lendable(turn, route) or self._lendable_of_its_own(turn, route)
-                part = room.buffer[: sum(piece.numel() for piece in route.lent)]
-                transfer.lending = Lending(room.memory, part, packed(route.lent, part))
-            transfers.append(transfer)
+            transfers.append(route.transfer(buffer, room))
         self._transfers = transfers
 
     def _lendable(self, bucket: int, route: Route) -> Lendable | None:
-        """Memory of the lender's for this rank's part of a bucket."""
+        """Memory of the lender's for what neighbours read of a bucket."""
         return None if self._lender is None else self._lender.lendable(bucket, route.like.dtype)
 
     def _lendable_of_its_own(self, bucket: int, route: Route) -> Lendable:
-        buffer = self._lent.reserve(bucket, route.lent_slot, route.like)
+        buffer = self._lent.reserve(bucket, route.lent, route.like)
         memory = self._lent.lender(bucket, route.like)
         assert memory is not None
         return Lendable(memory, buffer)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onecopy.buffers import Copies, Staging, flat_range, is_dense
+from onecopy.hosts import Passage
 from onecopy.lending import SharedMemory
 from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import Piece, Plan
@@ -15,6 +16,7 @@ from onecopy.transport import Transport
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
 _FITS_THE_CACHE = 1 << 17  # elements: what is added up stays in it between the ranks
+_WIDE = 4  # bytes of a number that can be added up as it is
 _EMPTY = torch.empty(0)
 
 
@@ -46,8 +48,7 @@ class Lane:
     holds: bool = False  # whether the slot holds a gradient
     outgoing: torch.Tensor = field(default=_EMPTY)  # staging of the whole bucket ...
     incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
-    lenders: tuple[int, ...] = ()  # ranks in whose memory this one reads what they contribute
-    readers: tuple[int, ...] = ()  # ranks that do so in this one's memory
+    passage: Passage = field(default_factory=Passage)
     memory: SharedMemory | None = None  # of the outgoing staging, if neighbours can read it
     places: tuple[Place, ...] = ()
 
@@ -68,13 +69,9 @@ class Lane:
         sent_in = reduce_dtype if param.is_floating_point() else None  # complex stay so
         summed_in = gradient_held_in(param, master_dtype)
         wire = torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device)
-        each = wire.element_size()
-        lent_to = {
-            reader
-            for reader, (first, last) in enumerate(ranges)
-            if transport.lends((last - first) * each, wire.device)
-        }
-        neighbours = [rank for rank in transport.others if rank in transport.neighbours]
+        sizes = [(last - first) * wire.element_size() for first, last in ranges]
+        lent = {owner for owner, size in enumerate(sizes) if transport.lends(size, wire.device)}
+        sent = {owner for owner, size in enumerate(sizes) if size} - lent
         return cls(
             bucket,
             plan.buckets[bucket].numel,
@@ -84,16 +81,14 @@ class Lane:
             slot=torch.zeros(stop - start, dtype=summed_in, device=param.device),
             has_equal_slots=plan.has_equal_slots(bucket)
             and transport.reduces_equal_slots(param.device),
-            lenders=tuple(neighbours) if transport.rank in lent_to else (),
-            readers=tuple(rank for rank in neighbours if rank in lent_to),
+            passage=Passage.of(transport.rank, transport.hosts, lent, sent),
         )
 
     @property
     def room(self) -> int:
         """Elements of staging for what comes from the other ranks."""
         mine, others = self.slot.numel(), len(self.ranges) - 1
-        senders = others - len(self.lenders)
-        return mine if self.has_equal_slots and others else mine * senders
+        return mine if self.has_equal_slots and others else mine * len(self.passage.senders)
 
     def settle(
         self, plan: Plan, params: Sequence[torch.Tensor], outgoing: Staging, incoming: Staging
@@ -150,8 +145,30 @@ class Lane:
             factor = torch.tensor(share, dtype=torch.float64, device=self.outgoing.device)
             torch._foreach_mul_(copies.targets, factor)
 
+    def part_for(self, owner: int, bucket: torch.Tensor) -> torch.Tensor:
+        """What belongs to an owner in anybody's staging of the bucket."""
+        start, stop = self.ranges[owner]
+        return bucket[start:stop]
+
+    def add_up_for(self, owner: int, buckets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What this host contributes to what an owner on another one owns: the sum over its ranks,
+        in place of what this one contributes. ``buckets``: their staging, in their order."""
+        total = self.part_for(owner, self.outgoing)
+        contributions = [self.part_for(owner, bucket) for bucket in buckets]
+        for start in range(0, total.numel(), _FITS_THE_CACHE):
+            parts = [each[start : start + _FITS_THE_CACHE] for each in contributions]
+            target = total[start : start + _FITS_THE_CACHE]
+            if len(parts) == 2 and target.dtype.itemsize >= _WIDE:
+                torch.add(*parts, out=target)
+            else:  # this rank's own is one of them, and narrow ones are rounded once
+                wide = parts[0].to(_summed_in(target.dtype), copy=True)
+                for part in parts[1:]:
+                    wide.add_(part)
+                target.copy_(wide)
+        return total
+
     def add(self, contributions: Sequence[torch.Tensor]) -> None:
-        """Add what the ranks have sent, in their order, to what is held."""
+        """Add what was contributed, in this order, to what is held."""
         numel = self.slot.numel()
         in_runs = len(contributions) > 2 and self.slot.device.type == "cpu"
         run = _FITS_THE_CACHE if in_runs else max(numel, 1)
@@ -159,6 +176,10 @@ class Lane:
             parts = [each[start : start + run] for each in contributions]
             _add(self.slot[start : start + run], self.holds, *parts)
         self.holds = True
+
+
+def _summed_in(wire: torch.dtype) -> torch.dtype:
+    return wire if wire.itemsize >= _WIDE else torch.promote_types(wire, torch.float32)
 
 
 def _are_in_one_place(a: torch.Tensor, b: torch.Tensor) -> bool:

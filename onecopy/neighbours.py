@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from onecopy.hosts import Hosts
 from onecopy.lending import (
     Address,
     Borrowed,
@@ -56,12 +57,21 @@ class Loan:
     letter: tuple[int, int]  # by which it is found
     address: Address = field(init=False)  # once it has arrived
     memory: Borrowed = field(init=False)
+    has_arrived: bool = False
     is_given_back: bool = False
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it would arrive at once."""
+        return self.neighbourhood.has_come(self)
 
     def arrive(self, patience: Callable[[], float]) -> None:
         """Wait until the data can be read."""
+        if self.has_arrived:
+            return
         self.address = self.neighbourhood.find(self, patience)
         self.memory = self.neighbourhood.map(self.lender, self.address)
+        self.has_arrived = True
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The data, in the lender's memory: not to be written to."""
@@ -76,12 +86,19 @@ class Loan:
             self.is_given_back = True
 
 
+class Letters(NamedTuple):
+    """What lent memory is to be told of, to each of its readers."""
+
+    tag: int
+    addresses: Mapping[int, Address]  # by reader
+
+
 @dataclass(eq=False)
 class Neighbourhood:
     """The ranks on this host, by their process; this one is not among them."""
 
     rank: int
-    world_size: int
+    hosts: Hosts  # of all ranks
     pids: Mapping[int, int] = field(default_factory=dict)
     _outboxes: Mapping[int, Outbox] = field(default_factory=dict)
     _inboxes: Mapping[int, Inbox] = field(default_factory=dict)
@@ -99,18 +116,17 @@ class Neighbourhood:
     def __len__(self) -> int:
         return len(self.pids)
 
-    def lend(
-        self,
-        memory: SharedMemory,
-        parts: Mapping[int, torch.Tensor],
-        tag: int,
-        patience: Callable[[], float],
-    ) -> None:
-        """Tell the readers, by rank, which part of the memory is for them."""
+    def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> Letters:
+        """Which part of the memory is for the readers, by rank. They are told by ``write``; the
+        memory counts as lent from now on."""
         memory.lend(list(parts))
         self._lent.add(memory)
-        for reader, part in parts.items():
-            write = functools.partial(self._outboxes[reader].write, tag, memory.address(part))
+        return Letters(tag, {reader: memory.address(part) for reader, part in parts.items()})
+
+    def write(self, letters: Letters, patience: Callable[[], float]) -> None:
+        """Tell the readers. Any thread may."""
+        for reader, address in letters.addresses.items():
+            write = functools.partial(self._outboxes[reader].write, letters.tag, address)
             if not write(0) and not self._wait(self._making_room(write), [reader], patience):
                 raise RuntimeError(f"rank {reader} takes no more letters")
 
@@ -128,6 +144,10 @@ class Neighbourhood:
         """What the lender's next ``lend`` with this tag will tell."""
         return Loan(self, lender, self._inboxes[lender].expect(tag))
 
+    def has_come(self, loan: Loan) -> bool:
+        """Whether the letter that says where the data is has come."""
+        return self._inboxes[loan.lender].has(loan.letter, 0)
+
     def find(self, loan: Loan, patience: Callable[[], float]) -> Address:
         """Where the data is; waits for the letter."""
         inbox = self._inboxes[loan.lender]
@@ -141,7 +161,7 @@ class Neighbourhood:
         known = self._borrowed.get((lender, at.fd))
         if known is None or known.generation != at.generation:
             try:
-                known = Borrowed(memory_of(self.pids[lender], at.fd), self.world_size)
+                known = Borrowed(memory_of(self.pids[lender], at.fd), self.hosts.world_size)
                 if known.generation != at.generation:
                     raise OSError("another one has its descriptor")
             except OSError as error:
@@ -233,10 +253,13 @@ def find(rank: int, everybody: Callable[[bytes], list[bytes]], world_size: int) 
         boxes = _inboxes(same.index(rank), {r: (pids[r], desks[r]) for r in same if r != rank})
         # Collective also in that the desks stay open until all have looked.
         have_all = everybody(bytes([desk is not None and boxes is not None]))
-    if desk is None or boxes is None or any(have_all[other] == b"\0" for other in same):
-        return Neighbourhood(rank, world_size)
+    lacking = {hosts[other] for other in range(world_size) if have_all[other] == b"\0"}
+    apart = [(each, other if each in lacking else -1) for other, each in enumerate(hosts)]
+    found = Hosts.by_name(apart)
+    if desk is None or boxes is None or host in lacking:
+        return Neighbourhood(rank, found)
     outboxes = {other: desk.outboxes[same.index(other)] for other in boxes}
-    return Neighbourhood(rank, world_size, {r: pids[r] for r in boxes}, outboxes, boxes)
+    return Neighbourhood(rank, found, {r: pids[r] for r in boxes}, outboxes, boxes)
 
 
 def _desk(boxes: int, closing: contextlib.ExitStack) -> Desk | None:

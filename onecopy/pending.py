@@ -7,6 +7,7 @@ from typing import Any
 
 from onecopy.company import Company
 from onecopy.neighbours import Loan
+from onecopy.waiting import Errand
 
 
 class Pending:
@@ -18,11 +19,13 @@ class Pending:
         works: Sequence[Any],
         tensors: Sequence[object],
         loans: Sequence[Loan] = (),
+        errands: Sequence[Errand] = (),  # of a thread that waits for something else
     ) -> None:
         self._company = company
         self._works = works
         self._tensors = tensors
         self._loans = loans
+        self._errands = errands
 
     @classmethod
     def together(cls, pending: Sequence[Pending]) -> Pending:
@@ -30,13 +33,16 @@ class Pending:
         first = pending[0]
         works = [work for each in pending for work in each._works]
         loans = [loan for each in pending for loan in each._loans]
-        return cls(first._company, works, [each._tensors for each in pending], loans)
+        errands = [errand for each in pending for errand in each._errands]
+        return cls(first._company, works, [each._tensors for each in pending], loans, errands)
 
     def wait(self) -> None:
         """Return once the tensors may be read and written (on accelerators: in stream order)."""
         self._company.wait_for(self._works)
         with self._company.naming_absentees():
+            for errand in self._errands:
+                errand.wait()
             for loan in self._loans:
                 loan.arrive(self._company.patience)
             # Here, where an interruption is final: a letter cannot be read twice.
-            self._works = self._tensors = self._loans = ()
+            self._works = self._tensors = self._loans = self._errands = ()

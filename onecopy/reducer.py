@@ -27,9 +27,9 @@ import torch
 
 from onecopy.agreement import RanksDisagree, name_ranks, require_agreement
 from onecopy.flights import Flights
-from onecopy.gatherer import Lendable
 from onecopy.plan import Plan
 from onecopy.roadway import Roadway, forms_of
+from onecopy.transfers import Lendable
 from onecopy.transport import Transport, do_nothing
 from onecopy.verdict import Verdict
 from onecopy.words import plural

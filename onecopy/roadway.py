@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from onecopy.buffers import Staging, in_layout_of, is_dense
-from onecopy.gatherer import IN_FLIGHT, LENT, Lendable
+from onecopy.gatherer import IN_FLIGHT, LENT
 from onecopy.lanes import Lane
 from onecopy.plan import Plan
+from onecopy.transfers import Lendable
 from onecopy.transport import Transport
 
 

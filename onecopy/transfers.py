@@ -9,8 +9,10 @@ small pieces are packed. Neighbours read in one another's memory instead (``neig
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -34,8 +36,8 @@ class Transfer:
     parts: list[Part] = field(default_factory=list)
     slots: torch.Tensor | None = None
     copy_out: Copies = field(default_factory=Copies)
-    lending: Lending | None = None  # this rank's part, to neighbours
-    borrowings: list[Borrowing] = field(default_factory=list)  # theirs
+    lending: Lending | None = None  # to neighbours
+    borrowings: list[Borrowing] = field(default_factory=list)  # from them
 
     def start(self, transport: Transport) -> Journey:
         self.copy_in.run()
@@ -43,11 +45,17 @@ class Transfer:
             return Journey(transport.all_gather_slots(self.slots))
         if self.lending is not None:
             self.lending.fill(transport)  # may fail: nothing is under way yet
-        lenders = [each.lender for each in self.borrowings]
-        loans, borrowing = transport.borrow(lenders, transport.tag)
+        loans, pending = [], []
+        for carried in (False, True):
+            lenders = [each.lender for each in self.borrowings if each.is_carried is carried]
+            tag = transport.carried_tag if carried else transport.tag
+            found, borrowing = transport.borrow(lenders, tag)
+            loans += found
+            pending.append(borrowing)
         if self.lending is not None:
-            self.lending.tell(transport)
-        return Journey(Pending.together([borrowing, transport.share(self.parts)]), loans)
+            pending += self.lending.tell(transport)
+        pending.append(transport.share(self.parts))
+        return Journey(Pending.together(pending), loans)
 
     def arrive(self, journey: Journey) -> None:
         """Wait, and bring everything to its place. If it is interrupted, it can be called again."""
@@ -69,28 +77,37 @@ class Journey:
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """This rank's part of a bucket in memory that neighbours read."""
+    """What neighbours read of a bucket in this rank's memory: its own part, and what it receives
+    from other hosts for all of them."""
 
     memory: SharedMemory
     part: torch.Tensor
-    copies: Copies  # the pieces, one after the other
+    copies: Copies  # its own pieces, one after the other
+    carried: torch.Tensor  # a run behind it ...
+    parts: Sequence[Part] = ()  # ... and in it what is received
 
     def fill(self, transport: Transport) -> None:
         transport.wait_until_read(self.memory)
         self.copies.run()
 
-    def tell(self, transport: Transport) -> None:
-        """The readers may read it."""
-        readers = [rank for rank in transport.others if rank in transport.neighbours]
-        transport.lend(self.memory, dict.fromkeys(readers, self.part), transport.tag)
+    def tell(self, transport: Transport) -> list[Pending]:
+        """The readers may read this rank's part, and the rest once it is here."""
+        if self.part.numel():
+            readers = transport.hosts.others_on_host_of(transport.rank)
+            transport.lend(self.memory, dict.fromkeys(readers, self.part), transport.tag)
+        if not self.parts:
+            return []
+        return [transport.carry(self.parts, self.memory, self.carried)]
 
 
 @dataclass(slots=True)
 class Borrowing:
-    """A neighbour's part of a bucket, read from its memory."""
+    """A part of a bucket, read from a neighbour's memory: its own, or what it has received from
+    other hosts."""
 
     lender: int
     pieces: Sequence[torch.Tensor]  # where they belong
+    is_carried: bool = False
     _from: tuple[int, ...] = ()  # the address of ...
     _copies: Copies = field(default_factory=Copies)  # ... what is copied: mostly that of last time
 
@@ -141,15 +158,21 @@ class Site:
 
 
 class Route(ABC):
-    """A way for a bucket to travel, before it has a staging buffer."""
+    """A way for a bucket to travel, before it has memory to pass through."""
 
     staged: int  # elements of staging that it needs
     like: torch.Tensor  # of the staging's dtype and device
-    lent: Sequence[torch.Tensor] = ()  # this rank's pieces, if neighbours read copies of them
-    lent_slot: int = 0  # elements in which they find room
+    lent: int = 0  # elements in which neighbours read
 
     @abstractmethod
-    def transfer(self, buffer: torch.Tensor | None) -> Transfer: ...
+    def transfer(self, buffer: torch.Tensor | None, lendable: Lendable | None) -> Transfer: ...
+
+
+class Lendable(NamedTuple):
+    """Memory that neighbours can read, and all of it as a tensor."""
+
+    memory: SharedMemory
+    buffer: torch.Tensor
 
 
 def route_of(site: Site) -> Route:
@@ -174,7 +197,7 @@ class _SlotsRoute(Route):
         self.staged = 0 if self._in_place is not None else numel
         self.like = self._views[0]
 
-    def transfer(self, buffer: torch.Tensor | None) -> Transfer:
+    def transfer(self, buffer: torch.Tensor | None, _: Lendable | None) -> Transfer:
         if buffer is None:
             return Transfer(slots=self._in_place)
         transfer = Transfer(slots=buffer)
@@ -198,7 +221,7 @@ class _PaddedRoute(Route):
         self.staged = self._longest * len(slots)
         self.like = site.memory[next(site.plan.segments(site.bucket)).param]
 
-    def transfer(self, buffer: torch.Tensor | None) -> Transfer:
+    def transfer(self, buffer: torch.Tensor | None, _: Lendable | None) -> Transfer:
         site = self._site
         transfer = Transfer(slots=buffer)
         assert buffer is not None
@@ -214,69 +237,129 @@ class _PaddedRoute(Route):
         return transfer
 
 
-class _PartsRoute(Route):
-    """Parts of any size from their owners: large ones in place, small ones packed by owner; those
-    of neighbours through memory, if that is worth it."""
+class _Load(NamedTuple):
+    """What an owner has of a bucket, message by message: each is one large piece, or all the small
+    ones, one after the other."""
 
-    def __init__(self, site: Site) -> None:
-        self._rank = site.transport.rank
-        self._direct: list[Part] = []
-        self._packed: list[tuple[int, list[torch.Tensor]]] = []
-        self._borrowed: list[tuple[int, list[torch.Tensor]]] = []
-        for owner in range(site.transport.world_size):
-            self._place(site, owner)
-        self.staged = sum(view.numel() for _, views in self._packed for view in views)
-        self.like = site.memory[next(site.plan.segments(site.bucket)).param]
+    owner: int
+    room: int  # elements, which the pieces fill at most
+    messages: Sequence[Sequence[torch.Tensor]]
 
-    def _place(self, site: Site, owner: int) -> None:
+    @classmethod
+    def of(cls, site: Site, owner: int) -> _Load | None:
         pieces = site.pieces(owner)
         if not pieces:
-            return
+            return None
         home = site.at_home(pieces[0].offset, pieces[-1].offset + pieces[-1].numel)
         views = [site.view(piece) for piece in pieces] if home is None else [home]
-        transport = site.transport
-        start, stop = site.plan.range_of(site.bucket, owner)
-        if transport.lends((stop - start) * views[0].element_size(), views[0].device):
-            if owner in transport.neighbours:
-                self._borrowed.append((owner, views))
-                return
-            if owner == transport.rank and transport.neighbours:
-                self.lent, self.lent_slot = views, stop - start
-                if len(transport.neighbours) == transport.world_size - 1:
-                    return
-        self._send(owner, views)
-
-    def _send(self, owner: int, views: Sequence[torch.Tensor]) -> None:
-        """Through gloo; a part of this rank that is lent goes so to other hosts only."""
-        small = []
+        large: list[torch.Tensor] = []
+        small: list[torch.Tensor] = []
         for view in views:
-            alone = len(views) == 1 or view.nbytes >= WORTH_ITS_OWN_MESSAGE
-            if alone and view.is_contiguous():
-                self._direct.append(self._part(owner, view))
-            else:
-                small.append(view)
-        if small:
-            self._packed.append((owner, small))
+            is_large = len(views) == 1 or view.nbytes >= WORTH_ITS_OWN_MESSAGE
+            (large if is_large and view.is_contiguous() else small).append(view)
+        start, stop = site.plan.range_of(site.bucket, owner)
+        return cls(owner, stop - start, [*([view] for view in large), *([small] if small else [])])
 
-    def _part(self, owner: int, tensor: torch.Tensor) -> Part:
-        is_lent = owner == self._rank and bool(self.lent)
-        return Part(owner, tensor, apart_from_neighbours=is_lent)
+    @property
+    def views(self) -> list[torch.Tensor]:
+        return [view for message in self.messages for view in message]
 
-    def transfer(self, buffer: torch.Tensor | None) -> Transfer:
-        transfer = Transfer(parts=list(self._direct))
+    def is_lent(self, transport: Transport) -> bool:
+        """Whether ranks on one host read it in one another's memory."""
+        like = self.messages[0][0]
+        return transport.lends(self.room * like.element_size(), like.device)
+
+
+class _PartsRoute(Route):
+    """Parts of any size from their owners: large ones in place, small ones packed by owner. What is
+    lent passes once from host to host (``hosts.py``), and among the ranks of one through memory.
+    """
+
+    def __init__(self, site: Site) -> None:
+        transport = self._transport = site.transport
+        self._sent: list[tuple[_Load, Sequence[int] | None]] = []  # and to whom
+        self._own: _Load | None = None  # what neighbours read of this rank's
+        self._carried: list[_Load] = []  # and of other hosts'
+        self._borrowed: list[tuple[int, list[torch.Tensor]]] = []  # by whose memory it is in
+        self._carried_by: dict[int, list[torch.Tensor]] = {}  # the same, of other hosts'
+        for owner in range(transport.world_size):
+            load = _Load.of(site, owner)
+            if load is not None and load.is_lent(transport):
+                self._pass_by_host(load)
+            elif load is not None:
+                self._sent.append((load, None))
+        packs = (m for load, _ in self._sent for m in load.messages if not _is_in_place(m))
+        self.staged = sum(map(_numel, packs))
+        self.like = site.memory[next(site.plan.segments(site.bucket)).param]
+        self.lent = sum(load.room for load in self._carried)
+        self.lent += 0 if self._own is None else self._own.room
+
+    def _pass_by_host(self, load: _Load) -> None:
+        rank, hosts, owner = self._transport.rank, self._transport.hosts, load.owner
+        mine = hosts.host_of(rank)
+        if owner == rank and len(mine) > 1:
+            self._own = load
+        elif owner in mine and owner != rank:
+            self._borrowed.append((owner, load.views))
+        elif owner != rank and hosts.porter(owner, mine) != rank:
+            self._carried_by.setdefault(hosts.porter(owner, mine), []).extend(load.views)
+        elif len(mine) > 1:
+            self._carried.append(load)
+        else:
+            self._sent.append((load, hosts.porters_of(owner)))
+
+    def transfer(self, buffer: torch.Tensor | None, lendable: Lendable | None) -> Transfer:
+        transfer = Transfer()
         transfer.borrowings = [Borrowing(*each) for each in self._borrowed]
-        if buffer is None:
-            return transfer
+        transfer.borrowings += [Borrowing(*each, True) for each in self._carried_by.items()]
         start = 0
-        for owner, views in self._packed:
-            stop = start
-            for view in views:
-                staged = buffer.narrow(0, stop, view.numel()).view(view.shape)
-                if owner == self._rank:
-                    transfer.copy_in.add(staged, view)
-                else:
-                    transfer.copy_out.add(view, staged)
-                stop += view.numel()
-            transfer.parts.append(self._part(owner, buffer[start:stop]))
-            start = stop
+        for load, receivers in self._sent:
+            for message in load.messages:
+                tensor = message[0]
+                if not _is_in_place(message):
+                    assert buffer is not None
+                    tensor = buffer[start : start + _numel(message)]
+                    start += tensor.numel()
+                    if load.owner == self._transport.rank:
+                        transfer.copy_in.extend(packed(message, tensor))
+                    else:
+                        transfer.copy_out.extend(packed(message, tensor).reversed())
+                transfer.parts.append(Part(load.owner, tensor, receivers))
+        if lendable is not None:
+            self._lend(lendable, transfer)
         return transfer
+
+    def _lend(self, lendable: Lendable, transfer: Transfer) -> None:
+        """Neighbours read this rank's part, which leaves for other hosts from there, and behind it
+        what comes from those."""
+        rank, porters = self._transport.rank, self._transport.hosts.porters_of(self._transport.rank)
+        mine = [] if self._own is None else self._own.views
+        own = lendable.buffer[: _numel(mine)]
+        if self._own is not None and porters:
+            places = _one_after_the_other(self._own.messages, own)
+            transfer.parts += [Part(rank, place, porters) for place in places]
+        theirs = [(load.owner, message) for load in self._carried for message in load.messages]
+        carried = lendable.buffer[own.numel() :]
+        received = []
+        places = _one_after_the_other([message for _, message in theirs], carried)
+        for (owner, message), place in zip(theirs, places, strict=True):
+            received.append(Part(owner, place))
+            transfer.copy_out.extend(packed(message, place).reversed())
+        carried = carried[: sum(place.numel() for place in places)]
+        transfer.lending = Lending(lendable.memory, own, packed(mine, own), carried, received)
+
+
+def _is_in_place(message: Sequence[torch.Tensor]) -> bool:
+    return len(message) == 1 and message[0].is_contiguous()
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _one_after_the_other(
+    messages: Sequence[Sequence[torch.Tensor]], run: torch.Tensor
+) -> list[torch.Tensor]:
+    """A place for each of them in a run of memory."""
+    ends = list(accumulate(map(_numel, messages)))
+    return [run[stop - _numel(each) : stop] for each, stop in zip(messages, ends, strict=True)]

@@ -16,6 +16,7 @@ all ranks who was where if one does not come.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +28,12 @@ import torch.distributed as dist
 from onecopy.agreement import RanksDisagree, require_agreement
 from onecopy.company import Company
 from onecopy.groups import backends, checked_group
+from onecopy.hosts import Hosts, ranks_after
 from onecopy.ledger import Ledger, Traffic
 from onecopy.lending import SharedMemory
-from onecopy.neighbours import Loan, Neighbourhood, find, worth_lending
+from onecopy.neighbours import Letters, Loan, Neighbourhood, find, worth_lending
 from onecopy.pending import Pending
-from onecopy.waiting import wait_interruptibly
+from onecopy.waiting import Waiter, wait_here, wait_interruptibly
 
 # Who is on the same host, by group: found once, by all ranks together.
 _neighbourhoods: weakref.WeakKeyDictionary[Any, Neighbourhood] = weakref.WeakKeyDictionary()
@@ -43,11 +45,11 @@ def do_nothing() -> None:
 
 
 class Part(NamedTuple):
-    """A contiguous tensor that its owner fills and every other rank receives in place."""
+    """A contiguous tensor that its owner fills and others receive in place."""
 
     owner: int
     tensor: torch.Tensor
-    apart_from_neighbours: bool = False  # they read it in the owner's memory
+    receivers: Sequence[int] | None = None  # None: all other ranks
 
 
 class Transport:
@@ -64,6 +66,7 @@ class Transport:
         self.ledger = Ledger(self.traffic)
         self.compares_phases = False  # ONECOPY_CHECK=step
         self.when_disagreeing: Callable[[], None] = do_nothing
+        self._carrier: Waiter | None = None  # as long as there is nothing to carry
         waits_on_cpu = device is None or device.type == "cpu"
         self.company = Company(self.user_group, self._greatest_of_user_group, waits_on_cpu)
         self.rank, self.world_size = self.company.rank, self.company.world_size
@@ -101,13 +104,18 @@ class Transport:
     # ------------------------------------------------------------------ ranks on the same host
 
     @property
+    def hosts(self) -> Hosts:
+        """Which ranks share a host."""
+        return self.company.neighbours.hosts
+
+    @property
     def neighbours(self) -> Neighbourhood:
         """The ranks that can read in this one's memory, and it in theirs."""
         return self.company.neighbours
 
     def _find_neighbours(self) -> Neighbourhood:
         if self.world_size == 1 or self._backends.get("cpu") != "gloo":
-            return Neighbourhood(self.rank, self.world_size)
+            return Neighbourhood(self.rank, Hosts.apart(self.world_size))
         known = _neighbourhoods.get(self.user_group)
         if known is None:
             known = find(self.rank, self.all_gather_bytes, self.world_size)
@@ -126,17 +134,48 @@ class Transport:
         with self.company.naming_absentees():
             self.neighbours.wait_until_read(memory, self.company.patience)
 
-    def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> None:
-        """Tell the readers, by rank, which part of the memory is for them."""
-        for part in parts.values():
+    def lend(
+        self,
+        memory: SharedMemory,
+        parts: Mapping[int, torch.Tensor],
+        tag: int,
+        read: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Tell the readers, by rank, which part of the memory is for them. ``read``: what they will
+        read of that, if not all."""
+        for part in parts.values() if read is None else read:
             self.traffic.add(part)
         with self.company.naming_absentees():
-            self.neighbours.lend(memory, parts, tag, self.company.patience)
+            self.neighbours.write(self.neighbours.lend(memory, parts, tag), self.company.patience)
 
     def borrow(self, lenders: Iterable[int], tag: int) -> tuple[list[Loan], Pending]:
         """What these ranks lend with ``lend``; to be read after waiting, and then given back."""
         loans = [self.neighbours.borrow(lender, tag) for lender in lenders]
         return loans, Pending(self.company, (), (), loans)
+
+    def await_loans(self, loans: Iterable[Loan]) -> None:
+        """Until they can be read, before everything else that was launched with them is here."""
+        with self.company.naming_absentees():
+            for loan in loans:
+                loan.arrive(self.company.patience)
+
+    def carry(self, parts: Sequence[Part], memory: SharedMemory, run: torch.Tensor) -> Pending:
+        """Receive the parts, which lie in a run of the memory, for the neighbours, too, and tell
+        them.
+
+        By a thread of its own, in the order of the calls: a neighbour may want them when this rank
+        is busy with anything else. It launches nothing.
+        """
+        readers = self.hosts.others_on_host_of(self.rank)
+        with self.company.naming_absentees():
+            works = [work for part in parts for work in self._send_to_all(part)]
+            self.traffic.add(run, len(readers))
+            letters = self.neighbours.lend(memory, dict.fromkeys(readers, run), self.carried_tag)
+        if self._carrier is None:
+            self._carrier = Waiter()
+            weakref.finalize(self, self._carrier.end).atexit = False
+        deliver = functools.partial(_deliver, works, self.neighbours, letters, self.company)
+        return Pending(self.company, (), [parts, memory], errands=[self._carrier.send(deliver)])
 
     # ------------------------------------------------------------------ parameters
 
@@ -154,13 +193,13 @@ class Transport:
         return Pending(self.company, [work], [buffer])
 
     def share(self, parts: Sequence[Part]) -> Pending:
-        """Every part goes from its owner to all other ranks: in this order, from each owner."""
+        """Every part goes from its owner to its receivers: in this order, from each owner."""
         works: list[Any] = []
         with self.company.naming_absentees():
             for part in parts:
-                owner, tensor, _ = part
+                owner, tensor, receivers = part
                 if owner == self.rank:
-                    self.traffic.add(tensor, len(self._receivers(part)))
+                    self.traffic.add(tensor, len(self.others if receivers is None else receivers))
                 # gloo sends from the CPU only; its broadcasts take tensors from anywhere.
                 if tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo":
                     works += self._send_to_all(part)
@@ -175,7 +214,7 @@ class Transport:
             return [dist.irecv(part.tensor, source, group=self._group, tag=self.tag)]
         return [
             dist.isend(part.tensor, self._global_ranks[rank], group=self._group, tag=self.tag)
-            for rank in self._receivers(part)
+            for rank in (self.others if part.receivers is None else part.receivers)
         ]
 
     @property
@@ -184,17 +223,15 @@ class Transport:
         different orders, each waits for what it will not get, instead of taking the other's."""
         return self.company.number % GATHER_TAGS
 
-    def _receivers(self, part: Part) -> list[int]:
-        others = self.others
-        if part.apart_from_neighbours:
-            return [rank for rank in others if rank not in self.neighbours]
-        return others
+    @property
+    def carried_tag(self) -> int:
+        """The same for letters of parameters that come from other hosts; gradients have none that
+        is negative."""
+        return -1 - self.tag
 
     @property
     def others(self) -> list[int]:
-        """All other ranks. Starting with the next one spreads the load: else all would send to rank
-        0 first."""
-        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        return ranks_after(self.rank, self.world_size)
 
     # ------------------------------------------------------------------ gradients
 
@@ -209,32 +246,22 @@ class Transport:
             work = _reduce_scatter_single(mine, buffer, group=self._group, async_op=True)
         return Pending(self.company, [work], [buffer, mine])
 
-    def exchange_parts(
-        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
-        """``outgoing[r]`` goes to rank r, and ``incoming[r]`` comes from it; one's own stay.
+    def sends_one_by_one(self, device: torch.device) -> bool:
+        """Whether ranks send to one another, each when it likes; otherwise all take part at once.
+        Both directions of the wire are used then, as in no collective of gloo."""
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
-        Empty tensors are not sent. ``tag`` tells exchanges that are under way together apart.
-        """
-        others = self.others
-        for rank in others:
+    def exchange_parts(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> Pending:
+        """``outgoing[r]`` goes to rank r, and ``incoming[r]`` comes from it; one's own stay. On all
+        ranks at once."""
+        for rank in self.others:
             self.traffic.add(outgoing[rank])
-        works: list[Any] = []
         with self.company.naming_absentees():
-            if outgoing[self.rank].device.type != "cpu" or self._backends.get("cpu") != "gloo":
-                lists = list(incoming), list(outgoing)
-                works.append(dist.all_to_all(*lists, group=self._group, async_op=True))
-            else:
-                # Both directions of the wire are used at once, as in no collective of gloo.
-                for rank in others:
-                    if incoming[rank].numel():
-                        peer = self._global_ranks[rank]
-                        works.append(dist.irecv(incoming[rank], peer, group=self._group, tag=tag))
-                for rank in others:
-                    if outgoing[rank].numel():
-                        peer = self._global_ranks[rank]
-                        works.append(dist.isend(outgoing[rank], peer, group=self._group, tag=tag))
-        return Pending(self.company, works, [*outgoing, *incoming])
+            lists = list(incoming), list(outgoing)
+            work = dist.all_to_all(*lists, group=self._group, async_op=True)
+        return Pending(self.company, [work], [*outgoing, *incoming])
 
     def nothing(self) -> Pending:
         """Communication that has already happened."""
@@ -311,6 +338,14 @@ class Transport:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Transport:
         return self
+
+
+def _deliver(
+    works: list[Any], neighbours: Neighbourhood, letters: Letters, company: Company
+) -> None:
+    wait_here(works)
+    works.clear()  # as in waiting.py: they end before anybody knows that they are done
+    neighbours.write(letters, company.patience)
 
 
 def broadcast_object(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 
-class _Errand:
-    """What the waiter does for another thread."""
+class Errand:
+    """What a waiter does for another thread."""
 
     def __init__(self, task: Callable[[], Any]) -> None:
         self._task: Callable[[], Any] | None = task
@@ -40,6 +40,12 @@ class _Errand:
             self._task = None  # nobody holds on to the memory that was sent
             self.lock.release()
 
+    def wait(self) -> Any:
+        """What came of it, once it is done; or what a signal handler raises."""
+        with marking_interruptions():
+            self.lock.acquire()
+        return self.outcome()
+
     def outcome(self) -> Any:
         error, self._error = self._error, None
         if error is None:
@@ -50,31 +56,40 @@ class _Errand:
             del error  # a cycle, which would hold on to the memory that was sent
 
 
-class _Waiter:
-    """A thread that waits, and ends with the process."""
+class Waiter:
+    """A thread that waits, and ends with the process if nobody ends it before."""
 
     def __init__(self) -> None:
-        self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="onecopy-waiter", daemon=True).start()
+        self._errands: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_run_errands, args=(self._errands,), name="onecopy-waiter", daemon=True
+        ).start()
 
-    def _work(self) -> None:
-        while True:
-            self._errands.get().run()
-
-    def send(self, task: Callable[[], Any]) -> _Errand:
-        errand = _Errand(task)
+    def send(self, task: Callable[[], Any]) -> Errand:
+        """To be done after all that it was sent on before."""
+        errand = Errand(task)
         self._errands.put(errand)
         return errand
 
+    def end(self) -> None:
+        """After what it was sent on."""
+        self._errands.put(None)
+
     @classmethod
-    def idle(cls) -> _Waiter:
+    def idle(cls) -> Waiter:
         try:
             return _idle.pop()
         except IndexError:
             return cls()
 
 
-_idle: list[_Waiter] = []  # one, unless a signal handler waits, too, or several threads do
+def _run_errands(errands: queue.SimpleQueue[Errand | None]) -> None:
+    while (errand := errands.get()) is not None:
+        errand.run()
+        del errand  # while it waits for the next, it holds nothing
+
+
+_idle: list[Waiter] = []  # one, unless a signal handler waits, too, or several threads do
 _abandoned: list[Sequence[Any]] = []
 
 
@@ -84,10 +99,10 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
     if not works:
         return
     if threading.current_thread() is not threading.main_thread():
-        _wait_for(works)
+        wait_here(works)
         return
-    waiter = _Waiter.idle()
-    errand = waiter.send(functools.partial(_wait_for, works))
+    waiter = Waiter.idle()
+    errand = waiter.send(functools.partial(wait_here, works))
     try:
         with marking_interruptions():
             errand.lock.acquire()
@@ -98,7 +113,7 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
     errand.outcome()
 
 
-def _wait_for(works: Sequence[Any]) -> None:
+def wait_here(works: Sequence[Any]) -> None:
     """A function of its own, so that the waiter holds none of them when the main thread goes on.
 
     Why: the end of a work releases the interpreter for a moment. If the process ends in that
@@ -137,7 +152,7 @@ class NoAnswer(RuntimeError):
 
 
 class _Question:
-    def __init__(self, store: Any, errand: _Errand) -> None:
+    def __init__(self, store: Any, errand: Errand) -> None:
         self.store, self.errand = store, errand
         self.is_late = False  # if it is open and not late, a signal has ended the wait
 
@@ -154,7 +169,7 @@ def ask(store: Any, question: Callable[[], Any], patience: float) -> Any:
     """
     root = _root_of(store)
     if not any(each.is_late for each in _questions_to(root)):
-        waiter = _Waiter.idle()
+        waiter = Waiter.idle()
         asked = _Question(root, waiter.send(question))
         try:
             with marking_interruptions():

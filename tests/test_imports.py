@@ -28,6 +28,7 @@ ORDER = (
     "condition",
     "ledger",
     "semaphores",
+    "hosts",
     "lending",
     "neighbours",
     "timeline",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, distributed, lend_nothing
+from harness import World, distributed, lend_nothing, pretend_hosts
 from models import Mlp
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -157,6 +157,7 @@ def test_a_wait_for_a_semaphore_ends_with_its_time_and_with_a_signal() -> None:
 
 @distributed(1, 2, 3, 4)
 def test_ranks_of_one_host_are_neighbours(world: World) -> None:
+    pretend_hosts(world)
     transport = Transport()
     assert set(transport.neighbours.pids) == set(range(world.size)) - {world.rank}
 
@@ -204,7 +205,7 @@ def trained(
         optimizer.attach(model, lazy_gather=lazy)
         if not all_are_lent:
             lanes = optimizer._attachment.reducer.roadway.lanes
-            assert {len(lane.readers) for lane in lanes} == {0, world.size - 1}
+            assert {len(lane.passage.readers) for lane in lanes} == {0, world.size - 1}
     for step in range(6):
         optimizer.zero_grad()
         model(model.batch((world.rank, step))).backward()
@@ -228,6 +229,7 @@ MODES = [(False, False), (True, False), (True, True)]
 def test_what_is_read_in_place_is_what_would_have_been_sent(
     world: World, mode: tuple[bool, bool], views: bool
 ) -> None:
+    pretend_hosts(world)
     onecopy.neighbours.WORTH_LENDING = 1
     lent = trained(world, *mode, views)
     lend_nothing()
@@ -237,6 +239,7 @@ def test_what_is_read_in_place_is_what_would_have_been_sent(
 
 @distributed(4)
 def test_only_large_parts_are_lent(world: World) -> None:
+    pretend_hosts(world)
     onecopy.neighbours.WORTH_LENDING = 4096
     params = [nn.Parameter(torch.zeros(4 * 1024)), nn.Parameter(torch.zeros(16))]
     for numel_lent, given in [(1024, params[:1]), (0, params[1:])]:
@@ -265,6 +268,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
         time.sleep(0.005)
         return read(self, dtype)
 
+    pretend_hosts(world)
     lend_nothing()
     expected = trained(world, True, False, False)
     onecopy.neighbours.WORTH_LENDING = 1 if all_are_lent else 128 // world.size

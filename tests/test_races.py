@@ -93,7 +93,7 @@ def launch_at_once_what_is_sent(
     """As ``Flights.launch``; a bucket of which nothing is lent does not wait for those who read
     the memory that it shares with others."""
     memory = lane.memory
-    if not lane.readers:
+    if not lane.passage.readers:
         lane.memory = None
     launch(flights, lane, gradients, share)
     lane.memory = memory

@@ -29,6 +29,7 @@ from test_run_report import trace_of
 from onecopy import estimate
 from onecopy.archive import METADATA, DamagedCheckpoint, Place, ValueEntry
 from onecopy.cli import main
+from onecopy.hosts import Hosts
 from onecopy.lending import SharedMemory, memory_of
 from onecopy.neighbours import Loan, Neighbourhood
 from onecopy.reader import Reader
@@ -335,7 +336,7 @@ def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
-    neighbourhood = Neighbourhood(0, 2, {1: os.getpid()})
+    neighbourhood = Neighbourhood(0, Hosts.together(2), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
     memory.lend([0])
     right = memory.address(memory.data)
@@ -349,7 +350,7 @@ def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-8, 8), (8, 0), (0, 65), (2**60, 2**61)])
 def test_nothing_outside_of_lent_memory_is_read(start: int, stop: int) -> None:
-    neighbourhood = Neighbourhood(0, 2, {1: os.getpid()})
+    neighbourhood = Neighbourhood(0, Hosts.together(2), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
     loan = Loan(neighbourhood, 1, (0, 1))
     loan.address = memory.address(memory.data)._replace(start=start, stop=stop)

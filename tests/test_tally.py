@@ -18,6 +18,7 @@ import onecopy.tally
 from onecopy.buffers import FlatHomes
 from onecopy.demand import GatherStaging, ReduceStaging, Ways
 from onecopy.gatherer import Gatherer
+from onecopy.hosts import Hosts
 from onecopy.kinds import Kind
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Neighbourhood
@@ -83,9 +84,14 @@ class PretendedTransport:
     lends, others = Transport.lends, Transport.others
 
     @property
+    def hosts(self) -> Hosts:
+        make = Hosts.together if self.one_host else Hosts.apart
+        return make(self.world_size)
+
+    @property
     def neighbours(self) -> Neighbourhood:
         pids = dict.fromkeys(self.others, 0) if self.one_host else {}
-        return Neighbourhood(self.rank, self.world_size, pids)
+        return Neighbourhood(self.rank, self.hosts, pids)
 
     def memory_to_lend(self, numbytes: int) -> SharedMemory:
         return SharedMemory(numbytes, self.world_size)
