@@ -355,8 +355,8 @@ def _start_clean(job: Job, world: World, store: dist.Store) -> None:
     dist.init_process_group(
         BACKEND, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
-    # Three ranks lend nothing, as if each were on a host of its own; four are on two hosts, and lend
-    # some parts there, which pass once between the hosts, while all send the others to all.
+    # Three ranks lend nothing, as if each were on a host of its own. Four are on two hosts, where
+    # they lend some parts, which pass between the hosts once; the others all send to all.
     neighbours.WORTH_LENDING = {3: sys.maxsize, 4: 64}.get(world.size, 1)
     pretend_hosts(world, *{4: (0, 0, 1, 1)}.get(world.size, ()))
     torch.manual_seed(0)

@@ -47,6 +47,9 @@ class Difference(AssertionError):
 
 def race(world: harness.World, runs: Sequence[tuple[int, Course]], directory: Path) -> int:
     """Take courses with delays, one after the other; how often somebody slept, on this rank."""
+    # Four are on two hosts, the last one alone: then what a host adds up comes first in any sum, so
+    # that the order of sums, and their bits, are those of ranks that are all apart.
+    harness.pretend_hosts(world, *{4: (0, 0, 0, 1)}.get(world.size, ()))
     expected: dict[Course, Any] = {}
     savers = dist.new_group()  # async_save communicates from a thread
     sleeps = 0

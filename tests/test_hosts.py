@@ -1,0 +1,358 @@
+"""Ranks on several hosts: who carries what, and that it arrives."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attached import FEEDS, AttachedTwins
+from harness import World, distributed, lend_nothing, pretend_hosts
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Mlp, assert_same_on_all_ranks
+from test_neighbours import MODES, mappings, open_files, trained
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import onecopy.hosts
+import onecopy.neighbours
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.hosts import Hosts, Passage
+from onecopy.lanes import Lane
+from onecopy.neighbours import Loan
+from onecopy.plan import ParamSpec, make_plan
+from onecopy.transport import Transport
+
+LAYOUTS = {3: [(0, 0, 1), (0, 1, 1)], 4: [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 1)]}
+EVERY_LAYOUT = pytest.mark.parametrize("number", range(4))
+
+
+def pretend_layout(world: World, number: int) -> Hosts:
+    """The layout of that number for so many ranks; all parts are lent."""
+    layout = LAYOUTS[world.size][number % len(LAYOUTS[world.size])]
+    pretend_hosts(world, *layout)
+    onecopy.neighbours.WORTH_LENDING = 1
+    return Hosts.by_name(layout)
+
+
+# ------------------------------------------------------------------ who carries what, pure
+
+LAYOUTS_OF_ANY = st.lists(st.integers(0, 4), min_size=1, max_size=12).map(Hosts.by_name)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(onecopy.hosts).failed == 0
+
+
+@pytest.mark.parametrize("ranks", [((0, 2), (1, 4)), ((1,), (0,)), ((1, 0),), ((0,), (0,)), ((),)])
+def test_hosts_that_leave_a_rank_out_or_have_no_order_cannot_be(ranks: Any) -> None:
+    with pytest.raises(ValueError, match="expected every rank once, in order"):
+        Hosts(ranks)
+
+
+def test_ranks_are_apart_or_together() -> None:
+    assert Hosts.apart(3) == Hosts.by_name("abc") == Hosts(((0,), (1,), (2,)))
+    assert Hosts.together(3) == Hosts.by_name("aaa") == Hosts(((0, 1, 2),))
+    assert Hosts.apart(0).world_size == 0
+
+
+@given(LAYOUTS_OF_ANY)
+def test_an_owner_has_one_porter_on_every_other_host_and_they_share_the_work(hosts: Hosts) -> None:
+    for owner in range(hosts.world_size):
+        porters = hosts.porters_of(owner)
+        assert [hosts.host_of(porter) for porter in porters] == [
+            host for host in hosts.ranks if owner not in host
+        ]
+        assert all(owner in hosts.carried_by(porter) for porter in porters)
+    for host in hosts.ranks:
+        for other in hosts.ranks:
+            if other is not host:
+                counts = [len({*hosts.carried_by(rank)} & {*other}) for rank in host]
+                assert sum(counts) == len(other)
+                assert max(counts) - min(counts) <= 1
+
+
+@given(LAYOUTS_OF_ANY, st.data())
+def test_every_contribution_reaches_its_owner_once(hosts: Hosts, data: st.DataObject) -> None:
+    everybody = range(hosts.world_size)
+    fate = [data.draw(st.sampled_from(["lent", "sent", "owns nothing"])) for _ in everybody]
+    lent = {rank for rank in everybody if fate[rank] == "lent"}
+    sent = {rank for rank in everybody if fate[rank] == "sent"}
+    passages = [Passage.of(rank, hosts, lent, sent) for rank in everybody]
+    for owner, passage in enumerate(passages):
+        counted: Counter[int] = Counter()
+        for each in passage.contributors:
+            is_sum = owner in lent and each not in hosts.host_of(owner)
+            counted.update(hosts.host_of(each) if is_sum else [each])
+        assert counted == (Counter(everybody) if owner in lent | sent else Counter())
+        # Whoever is waited for sends, and nobody else does.
+        assert set(passage.senders) == {
+            rank for rank in everybody if owner in passages[rank].direct + passages[rank].carried
+        }
+        if owner in lent:
+            assert len(passage.senders) == len(hosts.ranks) - 1
+            beside = set(hosts.others_on_host_of(owner))
+            assert set(passage.contributors) == beside | {owner, *passage.senders}
+    for rank, passage in enumerate(passages):
+        assert set(passage.lenders) == {
+            other for other in everybody if rank in passages[other].read_by
+        }
+        for reader, owners in passage.read_by.items():
+            mine = {reader} & lent
+            assert set(owners) == mine | set(passages[reader].carried)
+        assert not passage.carried or passage.lenders
+
+
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.sampled_from(["f4", "bf16"]))
+def test_what_a_host_adds_up_is_rounded_once(sizes: list[int], dtype: str) -> None:
+    """``sizes`` of hosts; the first one adds up for the first rank of the second."""
+    hosts = Hosts.by_name([host for host, size in enumerate(sizes) for _ in range(size)])
+    wire = {"f4": torch.float32, "bf16": torch.bfloat16}[dtype]
+    owner, mine = hosts.ranks[1][0], hosts.ranks[0]
+    torch.manual_seed(len(mine))
+    plan = make_plan([ParamSpec(0, 1000, "float32", 4)], hosts.world_size)
+    ranges = tuple(plan.range_of(0, rank) for rank in range(hosts.world_size))
+    staging = [torch.randn(1000).to(wire) for _ in mine]
+    start, stop = ranges[owner]
+    expected = torch.zeros(stop - start)
+    for each in staging:
+        expected += each[start:stop]
+    lane = Lane(0, 1000, frozenset({0}), ranges, torch.empty(0, dtype=wire), torch.zeros(1), False)
+    me = hosts.porter(owner, mine)
+    lane.outgoing = staging[mine.index(me)]
+    kept = [each.clone() for each in staging]
+    total = lane.add_up_for(owner, staging)
+    assert torch.equal(total, expected.to(wire))
+    assert torch.equal(lane.outgoing[start:stop], total)  # in place of this rank's own
+    for each, before in zip(staging, kept, strict=True):
+        if each is not lane.outgoing:
+            assert torch.equal(each, before)
+        assert torch.equal(each[:start], before[:start])
+        assert torch.equal(each[stop:], before[stop:])
+
+
+# ------------------------------------------------------------------ who is where
+
+
+@distributed(3, 4)
+@EVERY_LAYOUT
+def test_all_ranks_know_who_shares_a_host(world: World, number: int) -> None:
+    expected = pretend_layout(world, number)
+    transport = Transport()
+    assert transport.hosts == expected
+    assert set(transport.neighbours.pids) == set(expected.others_on_host_of(world.rank))
+
+
+@distributed(4)
+def test_a_host_on_which_memory_cannot_be_read_is_known_to_be_so_on_all_ranks(world: World) -> None:
+    pretend_hosts(world, 0, 0, 1, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 3:
+            patch.setattr(onecopy.neighbours, "_can_read", lambda *_: False)
+        transport = Transport()
+    assert transport.hosts == Hosts(((0, 1), (2,), (3,)))
+    assert bool(transport.neighbours) == (world.rank < 2)
+
+
+# ------------------------------------------------------------------ training
+
+
+@distributed(3, 4)
+@pytest.mark.parametrize("views", [False, True], ids=["own-storage", "bucket-view"])
+@pytest.mark.parametrize("mode", MODES, ids=["drop-in", "attached", "lazy"])
+def test_what_passes_between_hosts_is_what_everybody_would_have_sent(
+    world: World, mode: tuple[bool, bool], views: bool
+) -> None:
+    """With the last rank alone on its host the order of all sums is that of the ranks."""
+    pretend_hosts(world, *[0] * (world.size - 1), 1)
+    onecopy.neighbours.WORTH_LENDING = 1
+    carried = trained(world, *mode, views)
+    lend_nothing()
+    sent = trained(world, *mode, views)
+    assert all(map(torch.equal, carried, sent))
+
+
+@distributed(3, 4)
+@EVERY_LAYOUT
+@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_training_on_several_hosts_is_that_of_ddp(
+    world: World, number: int, feed: str, lazy: bool
+) -> None:
+    hosts = pretend_layout(world, number)
+    twins = AttachedTwins(world, Mlp(), AdamW, feed, attach={"lazy_gather": lazy}, lr=0.1)
+    assert twins.optimizer._transport.hosts == hosts
+    lanes = twins.optimizer._attachment.reducer.roadway.lanes
+    is_porter = len(hosts.host_of(world.rank)) > 1 and bool(hosts.carried_by(world.rank))
+    assert any(lane.passage.carried for lane in lanes) == is_porter
+    twins.train(4)
+
+
+@distributed(4)
+@EVERY_LAYOUT
+def test_whole_tensors_pass_between_hosts(world: World, number: int) -> None:
+    pretend_layout(world, number)
+    twins = AttachedTwins(world, Mlp(), AdamW, "module", zero={"partition": "whole"}, lr=0.1)
+    twins.train(3)
+
+
+@distributed(4)
+@pytest.mark.parametrize("lent_from", [1, 64])
+def test_no_byte_passes_between_hosts_twice(world: World, lent_from: int) -> None:
+    """``comm_stats`` counts what is lent, too; so it is the messages of gloo that are counted."""
+    hosts = pretend_layout(world, 0)
+    onecopy.neighbours.WORTH_LENDING = lent_from
+    numel = 4 * 4 * 64
+    model = nn.Linear(numel // 4, 4, bias=False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    sent: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        isend = dist.isend
+
+        def counted(tensor: torch.Tensor, to: int, **options: Any) -> Any:
+            sent["near" if to in hosts.host_of(world.rank) else "far"] += tensor.nbytes
+            return isend(tensor, to, **options)
+
+        patch.setattr(dist, "isend", counted)
+        model(torch.ones(2, numel // 4)).sum().backward()
+        optimizer.step()
+    # Of a rank: gradients for its partner on the other host, and its own share of the parameters.
+    assert sent == {"far": 2 * numel * 4 // 4}
+
+
+@distributed(4)
+def test_gradients_of_16_bits_are_rounded_once_more_for_each_host(world: World) -> None:
+    pretend_layout(world, 0)
+    model = nn.Linear(64, 4, bias=False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
+    optimizer.attach(model, reduce_dtype=torch.bfloat16)
+    torch.manual_seed(world.rank)
+    x = torch.randn(1, 64)
+    model(x).sum().backward()
+    found = optimizer.full_grad(model.weight)
+    every = [torch.empty_like(x) for _ in range(4)]
+    dist.all_gather(every, x)
+    exact = sum(every, torch.zeros_like(x)).expand(4, 64) / 4
+    bound = 2 * 2**-8 * sum((each.abs() for each in every), torch.zeros_like(x)).expand(4, 64) / 4
+    assert ((found - exact).abs() <= bound).all()
+
+
+# ------------------------------------------------------------------ nobody waits for the busy
+
+
+@distributed(4)
+def test_a_forward_of_one_rank_needs_nothing_of_those_that_wait_for_it(world: World) -> None:
+    """A rank uses parameters that another of its host has received for it. That one sits in a
+    barrier, and does not come by."""
+    pretend_layout(world, 0)
+    for busy in range(4):
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, bucket_mb=0.0005)
+        optimizer.attach(model, lazy_gather=True)
+        for step in range(2):
+            model(model.batch((world.rank, step))).backward()
+            optimizer.step()
+        if world.rank == busy:
+            with torch.no_grad():
+                model(model.batch((7, 7)))
+        dist.barrier()
+        optimizer.wait()
+        assert_same_on_all_ranks(model)
+
+
+@distributed(4)
+def test_a_backward_that_raises_on_one_rank_is_given_up_on_all_hosts(world: World) -> None:
+    pretend_layout(world, 0)
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, bucket_mb=0.0005)
+    optimizer.attach(model)
+    for raiser in range(4):
+        if world.rank == raiser:
+            handle = model.first.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(model.batch((world.rank, raiser))).backward()
+            handle.remove()
+        else:
+            model(model.batch((world.rank, raiser))).backward()
+        optimizer.zero_grad()
+        model(model.batch((world.rank, raiser))).backward()
+        optimizer.step()
+        assert_same_on_all_ranks(model)
+
+
+@distributed(4)
+def test_memory_of_a_porter_is_not_filled_again_before_all_have_read_it(world: World) -> None:
+    pretend_layout(world, 2)
+    lend_nothing()
+    expected = trained(world, True, False, False)
+    onecopy.neighbours.WORTH_LENDING = 1
+    read = Loan.tensor
+
+    def slowly(self: Loan, dtype: torch.dtype) -> torch.Tensor:
+        time.sleep(0.003)
+        return read(self, dtype)
+
+    for slow in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == slow:
+                patch.setattr(Loan, "tensor", slowly)
+            found = trained(world, True, False, False)
+        assert all(map(torch.equal, found, expected))
+
+
+@distributed(4)
+def test_nothing_stays_open_and_no_thread_stays_when_optimizers_are_gone(world: World) -> None:
+    pretend_layout(world, 0)
+
+    def once() -> None:
+        for lazy in (False, True):
+            trained(world, True, lazy, False)
+        gc.collect()
+        dist.barrier()
+
+    once()
+    Transport().neighbours.forget()
+    before = open_files(), mappings()
+    for _ in range(3):
+        once()
+    Transport().neighbours.forget()
+    assert (open_files(), mappings()) == before
+    until = time.monotonic() + 10
+    while threading.active_count() > 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= 4  # this one, and those who wait for it
+
+
+# ------------------------------------------------------------------ ranks that are lost
+
+
+@distributed(4, fresh=True, pg_timeout=20, timeout=90)
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_porter_that_is_lost_is_named_on_all_hosts(world: World, lost: int, lazy: bool) -> None:
+    pretend_layout(world, 0)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, bucket_mb=0.0005)
+    optimizer.attach(model, lazy_gather=lazy)
+    model(model.batch((world.rank, 0))).backward()
+    dist.barrier()
+    if world.rank == lost:
+        os._exit(0)
+
+    def step_and_wait() -> None:
+        optimizer.step()
+        optimizer.wait()
+
+    with pytest.raises(RuntimeError, match=rf"rank {lost}\b"):
+        step_and_wait()
