@@ -9,7 +9,7 @@ import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
-from goals import verdicts
+from goals import ATTACHED, TCP, verdicts
 from heats import REFERENCES, Course, Entry, run, take_turns
 from hosts import LOOPBACK, NoHosts, two_hosts
 from hypothesis import given
@@ -209,14 +209,28 @@ def test_a_team_that_does_not_answer_is_out() -> None:
         found.answers(patience=1)
 
 
-def test_between_two_hosts_all_bytes_pass_the_cable() -> None:
+def between_two_hosts(ranks: int, *methods: str) -> dict[str, float]:
+    """Bytes that a host sends in a step, by method, in parameters of the model."""
     if os.geteuid() != 0 or shutil.which("tc") is None:
         pytest.skip("network namespaces need root, and iproute2")
     try:
         with two_hosts(gbit=1) as wire:
-            course = Course(BRIEF, 2, wire, "two hosts", rounds=1)
-            found = take_turns(course, [Entry(DDP, DDP)], lambda _: None)
+            course = Course(BRIEF, ranks, wire, "two hosts", rounds=1)
+            entries = [Entry(name, name) for name in methods]
+            found = take_turns(course, entries, lambda _: None)
     except NoHosts as reason:
         pytest.skip(str(reason))
-    assert found[DDP].error is None
-    assert found[DDP].sent(hosts=2) > 1_000_000  # a megabyte of gradients, and headers
+    assert {name: each.error for name, each in found.items() if each.error} == {}
+    parameters = 1000 * 256 * 4
+    return {name: each.sent(hosts=2) / parameters for name, each in found.items()}
+
+
+def test_between_two_hosts_all_bytes_pass_the_cable() -> None:
+    assert 1.0 < between_two_hosts(2, DDP)[DDP] < 1.2  # and headers
+
+
+def test_between_two_hosts_of_two_ranks_no_byte_of_ours_passes_the_cable_twice() -> None:
+    found = between_two_hosts(4, DDP, ATTACHED, TCP)
+    assert 1.0 < found[ATTACHED] < 1.2
+    assert 1.5 < found[DDP] < 1.8  # a ring passes it in both halves of every round
+    assert 2.0 < found[TCP] < 2.4  # all send to all
