@@ -28,6 +28,7 @@ NOT_FOR_USERS = (
     "its shape does not fit its bytes",  # the same
     "its bytes are compressed",  # the same
     "its description is too long",  # the same
+    "expected every rank once, in order",  # what ranks tell of their hosts is put in order
     "it is no tensor",  # the same
     "… has no box at … on this rank",  # DCP asks for the boxes that it was shown
     "… is not memory that was lent",  # the cause of "the memory of rank … is gone"

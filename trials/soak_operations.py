@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from harness import World
+from harness import World, pretend_hosts
 from soak_checkpoints import WAYS
 from soak_job import MODES, Difference, Job, Leg, Tally
 from soak_net import ALWAYS_TRAINED, SPARES
@@ -19,6 +19,9 @@ from watchdog import watchdog
 
 def sail(world: World, leg: Leg) -> Tally:
     """One leg: on every rank, from its start to the checkpoint for the next one."""
+    # The last rank is alone on a host, if there are more than two: what a host adds up then comes
+    # first in any sum, in the order in which the shadow adds up.
+    pretend_hosts(world, *([0] * (world.size - 1) + [1] if world.size > 2 else []))
     with watchdog() as progress:
         job = Job(world, leg)
         for _ in range(leg.rounds):
