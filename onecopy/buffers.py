@@ -8,13 +8,16 @@ never depends on strides, and parameters keep theirs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from onecopy.lending import SharedMemory
 from onecopy.plan import Plan, Stream
+
+_T = TypeVar("_T")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -60,6 +63,15 @@ def _same_order(param: torch.Tensor, tensor: torch.Tensor) -> bool:
         for a, b, size in zip(param.stride(), tensor.stride(), param.shape, strict=True)
         if size != 1
     )
+
+
+def one_of_each(values: Iterable[_T]) -> list[_T]:
+    """The same values, with one object for all that are equal.
+
+    Thousands of parameters have few shapes, and each that is remembered would be an object.
+    """
+    known: dict[_T, _T] = {}
+    return [known.setdefault(value, value) for value in values]
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:
@@ -125,6 +137,15 @@ class Copies:
             torch._foreach_copy_(self.targets, self.sources)
 
 
+class _Home(NamedTuple):
+    """Where a parameter lives, and in which form. Not as a tensor: there may be thousands."""
+
+    stream: int
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 class FlatHomes:
     """Flat storage of whole streams, with parameters living in it as views.
 
@@ -137,7 +158,7 @@ class FlatHomes:
         self._streams: tuple[Stream, ...] = ()  # those of the plan, each with ...
         self._flats: list[torch.Tensor] = []  # ... its storage
         self._complete: list[bool] = []  # whether all parameters of the stream live in it
-        self._homes: dict[int, torch.Tensor] = {}
+        self._homes: dict[int, _Home] = {}
 
     def adopt(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """Give homes to the parameters of the plan's streams that have none yet.
@@ -147,13 +168,14 @@ class FlatHomes:
         if plan.streams[: len(self._streams)] != self._streams:
             self._flats, self._complete = [], []
         self._streams = plan.streams
-        for stream in plan.streams[len(self._flats) :]:
+        for number, stream in enumerate(plan.streams[len(self._flats) :], len(self._flats)):
             like = params[stream.params[0]]
             flat = torch.zeros(stream.stop, dtype=like.dtype, device=like.device)
-            for index, start in zip(stream.params, stream.starts, strict=True):
+            forms = one_of_each((params[i].shape, params[i].stride()) for i in stream.params)
+            for index, start, form in zip(stream.params, stream.starts, forms, strict=True):
                 param = params[index]
                 if index in self._homes or (is_dense(param) and fills_its_storage(param)):
-                    self._homes[index] = flat.as_strided(param.shape, param.stride(), start)
+                    self._homes[index] = _Home(number, start, *form)
             self._flats.append(flat)
             self._complete.append(all(index in self._homes for index in stream.params))
         self.bring_home(params)
@@ -161,10 +183,11 @@ class FlatHomes:
     def bring_home(self, params: Sequence[torch.Tensor]) -> None:
         """Move in what is new, and move back what was given other memory in the meantime."""
         for index, home in self._homes.items():
-            param = params[index]
-            if param.data_ptr() != home.data_ptr():
-                home.copy_(param.detach())
-                param.data = home
+            param, flat = params[index], self._flats[home.stream]
+            if param.data_ptr() != flat.data_ptr() + home.start * flat.element_size():
+                memory = flat.as_strided(home.shape, home.stride, home.start)
+                memory.copy_(param.detach())
+                param.data = memory
 
     def range(self, stream: int, start: int, stop: int) -> torch.Tensor | None:
         """[start, stop) of a stream as one tensor, if all of its parameters live there."""

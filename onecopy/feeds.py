@@ -97,9 +97,10 @@ class ModuleFeed:
         self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
+        arrived = self._arrived  # one object for all of them
         for index, param in enumerate(params):
             if param.requires_grad and index not in self._hooked:
-                hook = functools.partial(self._arrived, index)
+                hook = functools.partial(arrived, index)
                 register: Any = param.register_post_accumulate_grad_hook
                 self._handles.append(register(hook))
                 self._hooked.add(index)
@@ -230,12 +231,18 @@ def has_foreign_hook(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "_comm_hooks", ())) and ddp not in _switches
 
 
-def _as_laid_out(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient of a bucket. DDP lays it out as the parameter is, and shows it as if it were
+def _as_laid_out(
+    params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The gradients of a bucket. DDP lays each out as its parameter is, and shows it as if it were
     contiguous."""
-    if grad.stride() == param.stride() or not is_dense(param):
-        return grad
-    return grad.as_strided(param.shape, param.stride(), grad.storage_offset())
+    strides = list(map(torch.Tensor.stride, params))
+    if list(map(torch.Tensor.stride, gradients)) == strides:
+        return gradients
+    return [
+        grad.as_strided(param.shape, stride, grad.storage_offset()) if is_dense(param) else grad
+        for param, grad, stride in zip(params, gradients, strides, strict=True)
+    ]
 
 
 class DDPFeed:
@@ -303,10 +310,13 @@ class DDPFeed:
             self._enter()
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
             self._reducer.begin(keeps_back=self._ddp_waits_for_joined())
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            index = self._index.get(param)  # DDP also has what was frozen and is not ours
-            if index is not None:
-                self._reducer.arrived(index, _as_laid_out(param, grad))
+        params = bucket.parameters()
+        gradients = _as_laid_out(params, bucket.gradients())
+        # DDP also has what was frozen and is not ours.
+        indices = map(self._index.get, params)
+        ours = {i: grad for i, grad in zip(indices, gradients, strict=True) if i is not None}
+        for index, grad in self._reducer.roadway.laid_out(ours).items():
+            self._reducer.arrived(index, grad)
         if bucket.is_last() and not self._is_queued and not self._reducer.keeps_back:
             self._reducer.end(present=set())
 
@@ -337,8 +347,7 @@ class DDPFeed:
 
     def _ended(self) -> None:
         self._is_queued, self._has_ended = False, True
-        planned = self._reducer.roadway.lanes_of  # others are not reduced, and keep what they have
-        present = {index for index in planned if self._params[index].grad is not None}
+        present = set(self._reducer.roadway.not_reduced())  # what is not planned keeps what it has
         self._reducer.end(present)
         for index in present:
             self._params[index].grad = None

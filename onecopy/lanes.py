@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
-from onecopy.buffers import Copies, Staging, flat_range, is_dense
+from onecopy.buffers import Staging, flat_range, is_dense
 from onecopy.hosts import Passage
 from onecopy.lending import SharedMemory
 from onecopy.pieces import grad_dtype, gradient_held_in
-from onecopy.plan import Piece, Plan
+from onecopy.plan import Piece, Plan, Segment
 from onecopy.transport import Transport
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
+_STRETCH = 1 << 15  # elements: so many of small tensors are copied at once, which takes memory
 _FITS_THE_CACHE = 1 << 17  # elements: what is added up stays in it between the ranks
 _WIDE = 4  # bytes of a number that can be added up as it is
 _EMPTY = torch.empty(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the gradient of a parameter, or of a part of it, goes in a bucket."""
 
     param: int
@@ -30,8 +32,45 @@ class Place:
     is_whole: bool  # all of it: the target has the form of the gradient
     target: torch.Tensor  # in the outgoing staging
 
-    def part_of(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad if self.is_whole else flat_range(grad, self.start, self.stop)
+    def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
+        grad = gradients.get(self.param)
+        if grad is None:
+            self.target.zero_()
+        else:
+            part = grad if self.is_whole else flat_range(grad, self.start, self.stop)
+            _put(part, share, self.target)
+
+
+class Stretch(NamedTuple):
+    """Small tensors, each of them whole, side by side in a bucket: filled together.
+
+    One target for all of them, and no views: there may be thousands.
+    """
+
+    params: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    target: torch.Tensor  # flat
+
+    def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
+        if gradients.keys().isdisjoint(self.params):
+            self.target.zero_()
+            return
+        found = [
+            gradients[param] if param in gradients else self.target.new_zeros(shape)
+            for param, shape in zip(self.params, self.shapes, strict=True)
+        ]
+        flat: torch.Tensor = _flatten_dense_tensors(found)  # type: ignore[no-untyped-call]
+        _put(flat.view_as(self.target), share, self.target)  # else it would change its length
+
+
+def _put(source: torch.Tensor, share: float, target: torch.Tensor) -> None:
+    """A gradient times its share."""
+    if source.dtype.itemsize < target.dtype.itemsize:
+        target.copy_(source).mul_(share)
+    else:
+        # Before it is rounded for the wire, where it could overflow; and the memory is touched
+        # once.
+        torch.mul(source, share, out=target)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +89,7 @@ class Lane:
     incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
     passage: Passage = field(default_factory=Passage)
     memory: SharedMemory | None = None  # of the outgoing staging, if neighbours can read it
-    places: tuple[Place, ...] = ()
+    places: tuple[Place | Stretch, ...] = ()
 
     @classmethod
     def of(
@@ -97,15 +136,7 @@ class Lane:
         self.outgoing = outgoing.reserve(self.bucket, self.numel, self.wire)
         self.incoming = incoming.reserve(self.bucket, self.room, self.wire)
         self.memory = outgoing.lender(self.bucket, self.wire)
-        places = []
-        for segment in plan.segments(self.bucket):
-            param, numel = params[segment.param], segment.stop - segment.start
-            target = self.outgoing.narrow(0, segment.offset, numel)
-            is_whole = numel == param.numel()
-            if is_whole:
-                target = _in_form_of(param, target)
-            places.append(Place(segment.param, segment.start, segment.stop, is_whole, target))
-        self.places = tuple(places)
+        self.places = tuple(_places(plan.segments(self.bucket), params, self.outgoing))
 
     def leaves_through_memory_of(self, other: Lane) -> bool:
         return _are_in_one_place(self.outgoing, other.outgoing)
@@ -124,26 +155,8 @@ class Lane:
 
     def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
         """Every gradient to its place, times ``share``; zeros where there is none."""
-        copies = Copies()
         for place in self.places:
-            grad, target = gradients.get(place.param), place.target
-            if grad is None:
-                target.zero_()
-                continue
-            source, numel = place.part_of(grad), place.stop - place.start
-            narrows = source.dtype.itemsize > target.dtype.itemsize
-            widens = source.dtype.itemsize < target.dtype.itemsize
-            if narrows or (numel >= _WORTH_ITS_OWN_CALL and not widens):
-                # Before it is rounded for the wire, where it could overflow; and the memory is
-                # touched once.
-                torch.mul(source, share, out=target)
-            elif numel:
-                copies.add(target, source)
-        copies.run()
-        if copies.targets and share != 1:
-            # A number would be rounded to 16-bit gradients' own dtype first; a tensor is not.
-            factor = torch.tensor(share, dtype=torch.float64, device=self.outgoing.device)
-            torch._foreach_mul_(copies.targets, factor)
+            place.fill(gradients, share)
 
     def part_for(self, owner: int, bucket: torch.Tensor) -> torch.Tensor:
         """What belongs to an owner in anybody's staging of the bucket."""
@@ -180,6 +193,49 @@ class Lane:
 
 def _summed_in(wire: torch.dtype) -> torch.dtype:
     return wire if wire.itemsize >= _WIDE else torch.promote_types(wire, torch.float32)
+
+
+def _places(
+    segments: Iterable[Segment], params: Sequence[torch.Tensor], staging: torch.Tensor
+) -> Iterator[Place | Stretch]:
+    """Where the gradients of a bucket go in its staging, in their order."""
+    together: list[Segment] = []
+
+    def stretch() -> Iterator[Stretch]:
+        if together:
+            indices = tuple(segment.param for segment in together)
+            shapes = tuple(params[index].shape for index in indices)
+            start, stop = together[0].offset, _end(together[-1])
+            together.clear()
+            yield Stretch(indices, shapes, staging[start:stop])
+
+    for segment in segments:
+        param, numel = params[segment.param], segment.stop - segment.start
+        is_whole = numel == param.numel()
+        if is_whole and numel < _WORTH_ITS_OWN_CALL and _is_stored_as_it_is_read(param):
+            if together and (
+                _end(together[-1]) != segment.offset
+                or _end(segment) - together[0].offset > _STRETCH
+            ):
+                yield from stretch()
+            together.append(segment)
+            continue
+        yield from stretch()
+        target = staging.narrow(0, segment.offset, numel)
+        if is_whole:
+            target = _in_form_of(param, target)
+        yield Place(segment.param, segment.start, segment.stop, is_whole, target)
+    yield from stretch()
+
+
+def _end(segment: Segment) -> int:
+    """Where it ends in its bucket."""
+    return segment.offset + segment.stop - segment.start
+
+
+def _is_stored_as_it_is_read(param: torch.Tensor) -> bool:
+    """Whether the gradient of a parameter is contiguous in its bucket."""
+    return param.is_contiguous() or not is_dense(param)
 
 
 def _are_in_one_place(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -321,23 +321,25 @@ class LocalOptimizer:
     @contextlib.contextmanager
     def _bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
         """The pieces in these buckets have gradients; the user's own come back afterwards."""
-        bound: list[tuple[OwnedPiece, torch.Tensor | None]] = []
+        bound: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        held = self._held
         try:
             for bucket in buckets:
                 given = gradients(bucket)
                 if given is None:
-                    for owned in self._held.lent.get(bucket, ()):
-                        bound.append((owned, owned.tensor.grad))
-                        owned.tensor.grad = owned.part_of(owned.param.grad)
+                    for owned in held.lent.get(bucket, ()):
+                        tensor = owned.tensor
+                        bound.append((tensor, tensor.grad))
+                        tensor.grad = owned.part_of(owned.param.grad)
                 else:
-                    pieces = self._held.in_bucket.get(bucket, ())
-                    for owned, grad in zip(pieces, given, strict=True):
-                        bound.append((owned, owned.tensor.grad))
-                        owned.tensor.grad = owned.fitting(grad)
+                    for owned, grad in zip(held.in_bucket.get(bucket, ()), given, strict=True):
+                        tensor = owned.tensor
+                        bound.append((tensor, tensor.grad))
+                        tensor.grad = owned.fitting(grad) if held.masters else grad
             yield
         finally:
-            for owned, grad in bound:
-                owned.tensor.grad = grad
+            for tensor, grad in bound:
+                tensor.grad = grad
 
     @contextlib.contextmanager
     def _kept_in_place(self) -> Iterator[None]:

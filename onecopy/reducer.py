@@ -19,7 +19,7 @@ the rank gives it up, and marked as given up: then all ranks drop the gradients,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -44,10 +44,9 @@ class _Phase:
     """One backward: what has arrived, and how far the buckets have come."""
 
     missing: list[int]  # how many gradients each bucket waits for
-    frozen: set[int]  # parameters, when it began: no bucket waits for them
+    expected: dict[int, tuple[int, ...]]  # the buckets that wait for each that has not arrived
     keeps_back: bool = False  # no bucket leaves before backward has ended
     taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
-    arrived: set[int] = field(default_factory=set)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     next: int = 0  # the first bucket that has not left
 
@@ -126,11 +125,16 @@ class Reducer:
         """A backward has begun, on all ranks; ``keeps_back``: no bucket leaves before its end."""
         self.judge()
         self.backwards += 1
-        roadway = self.roadway
-        trainable = list(map(attrgetter("requires_grad"), roadway.params))
-        frozen = {index for index in roadway.lanes_of if not trainable[index]}
-        missing = [len(lane.params - frozen) for lane in roadway.lanes]
-        self._phase = _Phase(missing, frozen, keeps_back)
+        lanes, lanes_of = self.roadway.lanes, self.roadway.lanes_of
+        missing, expected = [len(lane.params) for lane in lanes], dict(lanes_of)
+        trainable = list(map(attrgetter("requires_grad"), self.roadway.params))
+        if not all(trainable):
+            for index in [index for index in lanes_of if not trainable[index]]:
+                for number in lanes_of[index]:
+                    missing[number] -= 1
+                # No bucket waits for it; a DDP that was made when it was trained still delivers it.
+                expected[index] = ()
+        self._phase = _Phase(missing, expected, keeps_back)
 
     def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
         """The gradient of a parameter is there: given, or in ``param.grad``.
@@ -139,19 +143,23 @@ class Reducer:
         """
         phase = self._phase
         assert phase is not None
-        lanes_of = self.roadway.lanes_of
-        # What was unfrozen and is not planned yet stays in ``param.grad``: see ``catch_up``.
-        if index in phase.arrived or index not in lanes_of:
+        # Nobody expects what comes a second time, nor what was unfrozen and is not planned yet,
+        # which stays in ``param.grad``: see ``catch_up``.
+        numbers = phase.expected.pop(index, None)
+        if numbers is None:
             return
-        phase.arrived.add(index)
         if grad is not None:
-            phase.held[index] = self.roadway.laid_out(index, grad)
-        if index in phase.frozen:
-            return  # a DDP that was made when it was trained still delivers it; nothing waited
+            phase.held[index] = grad
         missing = phase.missing
-        for number in lanes_of[index]:
+        for number in numbers:
             missing[number] -= 1
-        while not phase.keeps_back and phase.next < len(missing) and missing[phase.next] <= 0:
+            if not missing[number] and not phase.keeps_back:
+                self._depart_complete(phase)
+
+    def _depart_complete(self, phase: _Phase) -> None:
+        """Let the next buckets leave, as long as nothing is missing in them."""
+        missing = phase.missing
+        while phase.next < len(missing) and not missing[phase.next]:
             self._depart(phase)
 
     @torch.no_grad()
@@ -164,13 +172,12 @@ class Reducer:
         assert phase is not None
         while phase.next < len(self.roadway.lanes):
             self._depart(phase)
+        lanes_of = self.roadway.lanes_of
         if present is None:
-            present = phase.arrived
             self._late = self._leftovers()
-            present |= self._late.keys()
+            present = lanes_of.keys() - phase.expected.keys() | self._late.keys()
         present = present | phase.taken
         self._phase = None
-        lanes_of = self.roadway.lanes_of
         self._say(present, {number for index in self._late for number in lanes_of[index]})
 
     def _say(self, present: Collection[int], late: Collection[int], gives_up: bool = False) -> None:
@@ -202,35 +209,32 @@ class Reducer:
 
     def _leftovers(self) -> dict[int, torch.Tensor]:
         """Gradients that came when their bucket had left."""
-        found: dict[int, torch.Tensor] = {}
-        for index in self.roadway.not_reduced():
-            param = self.roadway.params[index]
-            assert param.grad is not None
-            found[index] = self.roadway.laid_out(index, param.grad)
-            param.grad = None
+        return self._take(self.roadway.not_reduced())
+
+    def _take(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        """What is in ``param.grad`` of these parameters, and no longer there."""
+        params = self.roadway.params
+        found = {i: grad for i in indices if (grad := params[i].grad) is not None}
+        found = self.roadway.laid_out(found)
+        for index in found:
+            params[index].grad = None
         return found
 
     @torch.no_grad()
     def _depart(self, phase: _Phase) -> None:
         """Let the next bucket leave."""
-        roadway = self.roadway
-        lane = roadway.lanes[phase.next]
-        found = {}
-        for index in lane.params:
-            grad = phase.held.get(index)
-            param = roadway.params[index]
-            if grad is None and param.grad is not None:
-                grad = phase.held[index] = roadway.laid_out(index, param.grad)
-                param.grad = None
-                phase.arrived.add(index)
-                phase.taken.add(index)
-            if grad is not None:
-                found[index] = grad
-        self._flights.launch(lane, found, self.share)
+        held, lanes_of = phase.held, self.roadway.lanes_of
+        lane = self.roadway.lanes[phase.next]
+        taken = self._take(index for index in lane.params if index not in held)
+        held.update(taken)
+        phase.taken.update(taken)
+        for index in taken:
+            phase.expected.pop(index, None)
+        self._flights.launch(lane, held, self.share)
         phase.next += 1
-        for index in found:
-            if roadway.lanes_of[index][-1] <= lane.bucket:
-                del phase.held[index]  # the last bucket that needs it has it
+        for index in lane.params:
+            if lanes_of[index][-1] <= lane.bucket:
+                held.pop(index, None)  # the last bucket that needs it has it
 
     # ------------------------------------------------------------------ afterwards
 

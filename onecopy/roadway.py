@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
-from onecopy.buffers import Staging, in_layout_of, is_dense
+from onecopy.buffers import Staging, in_layout_of, is_dense, one_of_each
 from onecopy.gatherer import IN_FLIGHT, LENT
 from onecopy.lanes import Lane
 from onecopy.plan import Plan
 from onecopy.transfers import Lendable
 from onecopy.transport import Transport
 
+_grad, _layout, _stride = attrgetter("grad"), attrgetter("layout"), torch.Tensor.stride
+
 
 def forms_of(params: Sequence[torch.Tensor]) -> list[Any]:
     """All of the parameters that a roadway depends on."""
-    return [(param.shape, param.stride(), param.dtype, param.device) for param in params]
+    return one_of_each((param.shape, param.stride(), param.dtype, param.device) for param in params)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +38,7 @@ class Roadway:
     params: Sequence[torch.Tensor] = ()
     forms: list[Any] = field(default_factory=list)  # of the parameters
     lanes: Sequence[Lane] = ()
-    lanes_of: Mapping[int, list[int]] = field(default_factory=dict)  # by parameter, if planned
+    lanes_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # of what is planned
     are_dense: Sequence[bool] = ()  # by parameter
     # For each piece of this rank in a bucket: its parameter, and where its gradient is.
     views: Sequence[Sequence[tuple[int, torch.Tensor]]] = ()
@@ -64,11 +66,12 @@ class Roadway:
         for lane in lanes:  # may fail: nothing has been changed yet
             outgoing.reserve(lane.bucket, lane.numel, lane.wire)
             incoming.reserve(lane.bucket, lane.room, lane.wire)
-        lanes_of: dict[int, list[int]] = {}
+        lanes_of: dict[int, tuple[int, ...]] = {}
         for number, lane in enumerate(lanes):
             lane.settle(plan, params, outgoing, incoming)
+            alone = (number,)  # the same for nearly all
             for index in lane.params:
-                lanes_of.setdefault(index, []).append(number)
+                lanes_of[index] = (*lanes_of[index], number) if index in lanes_of else alone
         return cls(
             plan,
             params,
@@ -81,8 +84,18 @@ class Roadway:
             incoming=incoming,
         )
 
-    def laid_out(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter, in the order in which the parameter is stored."""
+    def laid_out(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients by parameter, each in the order in which the parameter is stored."""
+        found, forms = gradients.values(), self.forms
+        if (  # nearly always, and there may be thousands
+            all(map(is_, map(_layout, found), repeat(torch.strided)))
+            and list(map(_stride, found)) == [forms[index][1] for index in gradients]
+            and all(map(self.are_dense.__getitem__, gradients))
+        ):
+            return gradients
+        return {index: self._laid_out(index, grad) for index, grad in gradients.items()}
+
+    def _laid_out(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"parameter {index} has a sparse gradient, which cannot be reduced in attached "
@@ -93,7 +106,7 @@ class Roadway:
 
     def not_reduced(self) -> list[int]:
         """The planned parameters that have a gradient of this rank alone."""
-        gradients = list(map(attrgetter("grad"), self.params))
+        gradients = list(map(_grad, self.params))
         if all(map(is_, gradients, repeat(None))):  # nearly always, and there may be thousands
             return []
         return [index for index in self.lanes_of if gradients[index] is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import compress, count
 from typing import NamedTuple
 
 import torch
@@ -48,24 +49,24 @@ class Verdict:
     ) -> Verdict:
         """Say which of the parameters had a gradient on this rank, for which of the buckets one
         came too late, and whether it gives up."""
-        marked = [*present, *(params + number for number in late)]
+        said = bytearray(params + buckets + transport.world_size)
+        for index in present:
+            said[index] = 1
+        for bucket in late:
+            said[params + bucket] = 1
         if gives_up:
-            marked.append(params + buckets + transport.rank)
-        device = transport.control_device
-        length = params + buckets + transport.world_size + 2
-        marks = torch.zeros(length, dtype=torch.uint8, device=device)
+            said[params + buckets + transport.rank] = 1
         # The greatest of both over all ranks add up so only if the ranks have the same.
-        count = backwards % _CYCLE
-        marks[-2:] = torch.tensor([count, _CYCLE - count])
-        if marked:
-            marks[torch.tensor(sorted(marked), device=device)] = 1
+        number = backwards % _CYCLE
+        said += bytes([number, _CYCLE - number])
+        marks = torch.frombuffer(said, dtype=torch.uint8).to(transport.control_device)
         return cls(marks, params, buckets, transport.maximum(marks))
 
     def read(self) -> Said:
         self.pending.wait()
-        most, least = self.marks[-2:].tolist()
-        said = self.marks[:-2].nonzero().flatten().tolist()
+        *marks, most, least = self.marks.tolist()
         first_bucket, first_rank = self.params, self.params + self.buckets
+        said = list(compress(count(), marks))
         return Said(
             present={mark for mark in said if mark < first_bucket},
             again=[mark - first_bucket for mark in said if first_bucket <= mark < first_rank],

@@ -11,13 +11,18 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from onecopy.buffers import one_of_each
 from onecopy.roster import Entry
+
+_address: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
+_stride: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
+_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
 
 
 class MemoryWatch:
@@ -32,17 +37,18 @@ class MemoryWatch:
 
     def remember(self, entries: Sequence[Entry]) -> None:
         self._params = [entry.param for entry in entries]
-        self._addresses = [param.data_ptr() for param in self._params]
-        self._shapes = [param.shape for param in self._params]
-        self._strides = [param.stride() for param in self._params]
-        self._forms = [(entry, _form(entry.param)) for entry in entries]
+        self._addresses = list(map(_address, self._params))
+        self._shapes = one_of_each(map(_shape, self._params))
+        self._strides = one_of_each(map(_stride, self._params))
+        forms = one_of_each(map(_form, self._params))
+        self._forms = list(zip(entries, forms, strict=True))
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory, or sees the same memory in another way."""
         return (
-            [param.data_ptr() for param in self._params] != self._addresses
-            or [param.shape for param in self._params] != self._shapes
-            or [param.stride() for param in self._params] != self._strides
+            list(map(_address, self._params)) != self._addresses
+            or list(map(_shape, self._params)) != self._shapes
+            or list(map(_stride, self._params)) != self._strides
         )
 
     def require_same_form(self) -> None:

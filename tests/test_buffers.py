@@ -20,6 +20,7 @@ from onecopy.buffers import (
     flat_range,
     in_layout_of,
     is_dense,
+    one_of_each,
 )
 from onecopy.kinds import Kind
 from onecopy.plan import ParamSpec, Plan, make_plan
@@ -45,6 +46,17 @@ def dense_tensors(draw: st.DrawFn) -> torch.Tensor:
     offset = draw(st.integers(0, 3))  # it need not begin where its storage begins
     storage = torch.cat([torch.full((offset,), -1.0), numbered(tensor.numel()), torch.ones(2)])
     return storage.as_strided(tensor.shape, strides, offset)
+
+
+# ------------------------------------------------------------------ remembered of thousands
+
+
+def test_equal_values_are_one_object() -> None:
+    shapes = [torch.zeros(size).shape for size in (3, 4, 3, 3)]
+    assert shapes[0] is not shapes[2]
+    found = one_of_each(shapes)
+    assert found == shapes
+    assert found[0] is found[2] is found[3]
 
 
 # ------------------------------------------------------------------ dense
