@@ -33,7 +33,7 @@ of the network device (on loopback whatever else uses it counts, too), memory is
 the order of sums leaves; a method whose loss differs trains something else, is marked, and no goal is judged by it. One that cannot
 run is listed with its error. Cables of 1 and 10 Gbit/s are emulated between two network namespaces. A full run takes all methods
 with two ranks on loopback, one of each kind with four ranks and on cables, and, for lack of time, only those that were fastest
-elsewhere with four ranks on cables.
+elsewhere with four ranks at 10 Gbit/s.
 
 - **DDP**: `DistributedDataParallel` and the unsharded class, as most people run it; also with `gradient_as_bucket_view`, and with the
   foreach instead of the fused implementation. Buffers are not broadcast in every forward (`broadcast_buffers=False`): none of the
@@ -53,8 +53,13 @@ elsewhere with four ranks on cables.
 
 **On one host a part of our advantage is the transport, not the algorithm.** There our ranks read large parts in one another's
 memory, which the others leave to TCP: compare the rows *all through TCP*, which are those without that, and slower than DDP on loopback.
-Between hosts all use TCP, except our neighbours on the same one. Memory of a neighbour that is mapped counts as this process's own
-in its peak.
+Between hosts all use TCP. There it is the algorithm again: our ranks of a host add up their gradients before one of them sends the sum, and
+one receives parameters for all, so that with two ranks on each host *MB sent* is two thirds of DDP's. Memory of a neighbour that is
+mapped counts as this process's own in its peak.
+
+**Drop-in mode leaves the gradients to DDP**, whose all-reduce sends twice what fairscale's reduction to the owners does, or our attached
+mode's: where sending is most of a step, and above all where four ranks share two cores, it cannot be faster than fairscale. It is the mode
+for code that needs complete gradients.
 
 No GPU was here. These are CPU processes and gloo, and do not say what NCCL would do.
 """

@@ -107,7 +107,9 @@ class Ledger:
         start = time.perf_counter()
         with torch.profiler.record_function(f"onecopy::carry for {phase.value} {bucket}"):
             yield
-        account.launching += time.perf_counter() - start
+        spent = time.perf_counter() - start
+        account.launching += spent
+        account.under_way -= spent  # in which it is already: this much of it is not hidden
         account.sent.messages += self._traffic.messages - messages
         account.sent.bytes += self._traffic.bytes - sent
 
