@@ -8,14 +8,16 @@ At most ``IN_FLIGHT`` are under way, and never two in the same staging: the laun
 the first. What neighbours have lent is given back as soon as it was added up.
 
 Where ranks share a host, and there are others, some of what a rank lends is not for its neighbours
-but for owners elsewhere (``hosts.py``): its neighbour adds that up, and sends one sum. It does so
-whenever it comes by and everything is there, and at the latest before it waits for the bucket.
+but for owners elsewhere (``hosts.py``): its neighbour adds that up, and sends one sum. A thread
+does so as soon as everything is there, whatever the rank is waiting for. There is one for each
+attachment: else ranks on which one backward reaches two attached modules in different orders would
+wait in a circle.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,7 @@ from onecopy.ledger import Phase
 from onecopy.neighbours import Loan
 from onecopy.pending import Pending
 from onecopy.transport import GATHER_TAGS, Transport
+from onecopy.waiting import Waiter
 
 # Tags are apart from those of the gathers and of other attachments: ranks on which one backward
 # reaches several attached modules may launch their buckets in different orders.
@@ -41,7 +44,6 @@ class Flight:
     contributions: Sequence[torch.Tensor | Loan]
     pending: Pending
     loans: Sequence[Loan] = ()  # what neighbours lend
-    carries: bool = False  # what they contribute for other hosts is not on its way yet
 
     def read(self) -> list[torch.Tensor]:
         """The contributions, once they are here."""
@@ -49,12 +51,6 @@ class Flight:
 
     def _mine(self, loan: Loan) -> torch.Tensor:
         return self.lane.part_for(loan.neighbourhood.rank, loan.tensor(self.lane.wire.dtype))
-
-    def staging_on_host(self, rank: int) -> list[torch.Tensor]:
-        """The bucket as each rank of this host has filled it, once the loans have arrived."""
-        found = {loan.lender: loan.tensor(self.lane.wire.dtype) for loan in self.loans}
-        found[rank] = self.lane.outgoing
-        return [found[each] for each in sorted(found)]
 
     def give_back(self) -> None:
         """What neighbours have lent is no longer needed."""
@@ -69,6 +65,7 @@ class Flights:
         self._transport = transport
         self._tags_from = _TAGS_EACH * (1 + transport.company.attachments % _ATTACHMENTS)
         self._under_way: deque[Flight] = deque()
+        self._carrier: Waiter | None = None  # as long as there is nothing to carry
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
@@ -85,7 +82,6 @@ class Flights:
             lane.fill(gradients, share)
             with self._transport.company.or_give_up("sending gradients"):
                 self._under_way.append(self._send(lane))
-        self._carry_what_has_come()
 
     def _send(self, lane: Lane) -> Flight:
         transport, passage = self._transport, lane.passage
@@ -106,7 +102,7 @@ class Flights:
         of_rank: dict[int, torch.Tensor | Loan] = {loan.lender: loan for loan in loans}
         of_rank |= {**received, rank: lane.part_for(rank, lane.outgoing)}
         contributions = [of_rank[contributor] for contributor in passage.contributors]
-        return Flight(lane, contributions, pending, loans, carries=bool(passage.carried))
+        return Flight(lane, contributions, pending, loans)
 
     def _send_one_by_one(
         self, lane: Lane, received: Mapping[int, torch.Tensor]
@@ -125,6 +121,8 @@ class Flights:
         works += [transport.receive(part, sender, tag) for sender, part in received.items()]
         for owner in passage.direct:
             works.append(transport.send(lane.part_for(owner, lane.outgoing), owner, tag))
+        if passage.carried:
+            works.append(self._carry(lane, loans))
         return loans, Pending.together(works)
 
     def _send_at_once(self, lane: Lane, received: Mapping[int, torch.Tensor]) -> Pending:
@@ -136,37 +134,24 @@ class Flights:
     def _tag(self, lane: Lane) -> int:
         return self._tags_from + lane.bucket
 
-    def _carry_what_has_come(self) -> None:
-        """Add up, and send to other hosts, what neighbours contribute for them, if it is here."""
-        for flight in self._under_way:
-            if flight.carries and all(loan.has_come for loan in flight.loans):
-                self._carry(flight)
+    def _carry(self, lane: Lane, loans: Sequence[Loan]) -> Pending:
+        """Add up what neighbours contribute for other hosts, and send it there, once it is here."""
+        rank, dtype = self._transport.rank, lane.wire.dtype
 
-    def _carry(self, flight: Flight) -> None:
-        """The same for one bucket; waits for what is not here."""
-        transport, lane = self._transport, flight.lane
-        with transport.ledger.carrying(Phase.REDUCE, lane.bucket):
-            transport.await_loans(flight.loans)
-            # A sum takes the place of what this rank contributes: there is no second time.
-            with transport.company.or_give_up("adding up gradients for other hosts"):
-                staging = flight.staging_on_host(transport.rank)
-                sent = [flight.pending]
-                for owner in lane.passage.carried:
-                    total = lane.add_up_for(owner, staging)
-                    sent.append(transport.send(total, owner, self._tag(lane)))
-                flight.pending = Pending.together(sent)
-                flight.carries = False
+        def sums() -> Iterator[torch.Tensor]:
+            staging = {loan.lender: loan.tensor(dtype) for loan in loans}
+            staging[rank] = lane.outgoing
+            in_order = [staging[each] for each in sorted(staging)]
+            return (lane.add_up_for(owner, in_order) for owner in lane.passage.carried)
 
-    def _carry_before_waiting_for(self, flight: Flight) -> None:
-        """Others wait for what this rank carries, and it is about to wait for them."""
-        self._carry_what_has_come()
-        if flight.carries:
-            self._carry(flight)
+        if self._carrier is None:
+            self._carrier = Waiter.of(self)
+        parts = {owner: lane.part_for(owner, lane.outgoing) for owner in lane.passage.carried}
+        return self._transport.send_later(parts, sums, loans, self._tag(lane), self._carrier)
 
     def land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._under_way[0]
-        self._carry_before_waiting_for(flight)
         with self._transport.ledger.waiting(Phase.REDUCE, flight.lane.bucket):
             flight.pending.wait()
             # Added up in part, or without being crossed off, it could not be added up again.
@@ -193,7 +178,6 @@ class Flights:
     def turn_away(self) -> None:
         """Wait for all, and add up none: what was lent is given back."""
         while self._under_way:
-            self._carry_before_waiting_for(self._under_way[0])
             self._under_way[0].pending.wait()
             self._under_way[0].give_back()
             self._under_way.popleft()

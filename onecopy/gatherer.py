@@ -16,7 +16,7 @@ from onecopy.transport import Transport
 
 IN_FLIGHT = 3
 # At most, if the waiting is left to others. Each is a file that neighbours read, of which often no
-# more than 1024 may be open, and a letter to each of them, of which a box holds 1024.
+# more than 1024 may be open, and up to two letters to each of them, of which a box holds 1024.
 LEFT_IN_FLIGHT = 256
 # Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
 # that is ahead of them can go on. Gradients have as many.

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from onecopy.notes import store_of
-from onecopy.waiting import ask, keep_for_ever, let_threads_settle, marking_interruptions
+from onecopy.waiting import (
+    ask,
+    keep_for_ever,
+    let_threads_settle,
+    let_waiters_finish,
+    marking_interruptions,
+)
 
 
 class WrongProcessGroup(TypeError, AttributeError):
@@ -105,6 +111,7 @@ def _meet(group: Any) -> None:
 
 DEFAULT_PATIENCE = timedelta(minutes=30)
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.1  # seconds
+_FINISHING = 5.0  # seconds, at most, that an ending process gives what others count on
 
 
 @atexit.register
@@ -112,6 +119,7 @@ def _part_with_all() -> None:
     """What is under way in them when the process ends may never end."""
     for group in list(_private_groups.values()):
         keep_for_ever(group)
+    let_waiters_finish(_FINISHING)
     let_threads_settle()
 
 

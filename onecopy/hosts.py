@@ -73,20 +73,23 @@ class Hosts:
         return host[self.host_of(owner).index(owner) % len(host)]
 
     def porters_of(self, owner: int) -> tuple[int, ...]:
-        """On each of the other hosts."""
-        own = self.host_of(owner)
-        return tuple(self.porter(owner, host) for host in self.ranks if host is not own)
+        """On each of the other hosts, the next one first."""
+        return tuple(self.porter(owner, host) for host in self._hosts_after(owner))
 
     def carried_by(self, rank: int) -> tuple[int, ...]:
         """The owners, on other hosts, whose porter this rank is."""
         own = self.host_of(rank)
         return tuple(
             owner
-            for host in self.ranks
-            if host is not own
+            for host in self._hosts_after(rank)
             for place, owner in enumerate(host)
             if own[place % len(own)] == rank
         )
+
+    def _hosts_after(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """All other hosts, the next one first: as ``ranks_after``."""
+        place = self.ranks.index(self.host_of(rank))
+        return self.ranks[place + 1 :] + self.ranks[:place]
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,20 +100,6 @@ class Ledger:
         account.sent.bytes += self._traffic.bytes - sent
 
     @contextlib.contextmanager
-    def carrying(self, phase: Phase, bucket: int) -> Iterator[None]:
-        """A second part of launching: what this rank sends for others, when they have it ready."""
-        account = self._account(phase, bucket)
-        messages, sent = self._traffic.messages, self._traffic.bytes
-        start = time.perf_counter()
-        with torch.profiler.record_function(f"onecopy::carry for {phase.value} {bucket}"):
-            yield
-        spent = time.perf_counter() - start
-        account.launching += spent
-        account.under_way -= spent  # in which it is already: this much of it is not hidden
-        account.sent.messages += self._traffic.messages - messages
-        account.sent.bytes += self._traffic.bytes - sent
-
-    @contextlib.contextmanager
     def waiting(self, phase: Phase, bucket: int) -> Iterator[None]:
         account = self._account(phase, bucket)
         start = time.perf_counter()

@@ -50,6 +50,9 @@ class Address(NamedTuple):
     ticket: int  # to be noted when it was read
 
 
+NOWHERE = Address(-1, 0, 0, 0, 0)  # what should have been lent never came
+
+
 # -------------------------------------------------------------------------- memory
 
 

@@ -25,6 +25,7 @@ import torch
 
 from onecopy.hosts import Hosts
 from onecopy.lending import (
+    NOWHERE,
     Address,
     Borrowed,
     Desk,
@@ -60,16 +61,13 @@ class Loan:
     has_arrived: bool = False
     is_given_back: bool = False
 
-    @property
-    def has_come(self) -> bool:
-        """Whether it would arrive at once."""
-        return self.neighbourhood.has_come(self)
-
     def arrive(self, patience: Callable[[], float]) -> None:
         """Wait until the data can be read."""
         if self.has_arrived:
             return
         self.address = self.neighbourhood.find(self, patience)
+        if self.address == NOWHERE:
+            raise RuntimeError(f"rank {self.lender} has not received what it was to pass on")
         self.memory = self.neighbourhood.map(self.lender, self.address)
         self.has_arrived = True
 
@@ -91,6 +89,10 @@ class Letters(NamedTuple):
 
     tag: int
     addresses: Mapping[int, Address]  # by reader
+
+    def of_failure(self) -> Letters:
+        """To the same readers: it is not there, and never will be."""
+        return Letters(self.tag, dict.fromkeys(self.addresses, NOWHERE))
 
 
 @dataclass(eq=False)
@@ -143,10 +145,6 @@ class Neighbourhood:
     def borrow(self, lender: int, tag: int) -> Loan:
         """What the lender's next ``lend`` with this tag will tell."""
         return Loan(self, lender, self._inboxes[lender].expect(tag))
-
-    def has_come(self, loan: Loan) -> bool:
-        """Whether the letter that says where the data is has come."""
-        return self._inboxes[loan.lender].has(loan.letter, 0)
 
     def find(self, loan: Loan, patience: Callable[[], float]) -> Address:
         """Where the data is; waits for the letter."""

@@ -19,7 +19,8 @@ class Pending:
         works: Sequence[Any],
         tensors: Sequence[object],
         loans: Sequence[Loan] = (),
-        errands: Sequence[Errand] = (),  # of a thread that waits for something else
+        # Of a thread that waits for something else, and then may launch more works.
+        errands: Sequence[Errand] = (),
     ) -> None:
         self._company = company
         self._works = works
@@ -41,7 +42,7 @@ class Pending:
         self._company.wait_for(self._works)
         with self._company.naming_absentees():
             for errand in self._errands:
-                errand.wait()
+                self._company.wait_for(errand.wait() or ())
             for loan in self._loans:
                 loan.arrive(self._company.patience)
             # Here, where an interruption is final: a letter cannot be read twice.

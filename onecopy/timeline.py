@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NAME = re.compile(r"onecopy::(wait for |carry for )?(reduce|step|gather) (\d+)")
+_NAME = re.compile(r"onecopy::(wait for )?(reduce|step|gather) (\d+)")
 _STEP = re.compile(r"onecopy::optimizer step (\d+)")
 # A profiler shows a range again on the row of the stream that its kernels ran on.
 _REPEATED = "gpu_user_annotation"
@@ -31,7 +31,6 @@ class Span:
     start: float
     stop: float
     is_wait: bool = False
-    is_carry: bool = False  # something is sent for others, between launch and wait
 
     @property
     def length(self) -> float:
@@ -110,9 +109,8 @@ class Timeline:
             stop = start + measured(event.get("dur", 0))
             first, last = min(first, start), max(last, stop)
             if match := _NAME.fullmatch(name):
-                role, phase, bucket = match.groups()
-                roles = role == "wait for ", role == "carry for "
-                spans.append(Span(phase, int(bucket), start, stop, *roles))
+                wait, phase, bucket = match.groups()
+                spans.append(Span(phase, int(bucket), start, stop, is_wait=wait is not None))
             elif match := _STEP.fullmatch(name):
                 steps[int(match[1])] = (start, stop)
         if first > last:
@@ -134,7 +132,7 @@ class Timeline:
         found, launched = [], {}
         for span in self.spans:
             key = span.phase, span.bucket
-            if span.phase == "step" or span.is_carry:
+            if span.phase == "step":
                 continue
             if not span.is_wait:
                 launched[key] = span

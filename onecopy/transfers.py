@@ -281,7 +281,7 @@ class _PartsRoute(Route):
         self._own: _Load | None = None  # what neighbours read of this rank's
         self._carried: list[_Load] = []  # and of other hosts'
         self._borrowed: list[tuple[int, list[torch.Tensor]]] = []  # by whose memory it is in
-        self._carried_by: dict[int, list[torch.Tensor]] = {}  # the same, of other hosts'
+        self._brought_by: dict[int, list[torch.Tensor]] = {}  # the same, of other hosts'
         for owner in range(transport.world_size):
             load = _Load.of(site, owner)
             if load is not None and load.is_lent(transport):
@@ -302,7 +302,7 @@ class _PartsRoute(Route):
         elif owner in mine and owner != rank:
             self._borrowed.append((owner, load.views))
         elif owner != rank and hosts.porter(owner, mine) != rank:
-            self._carried_by.setdefault(hosts.porter(owner, mine), []).extend(load.views)
+            self._brought_by.setdefault(hosts.porter(owner, mine), []).extend(load.views)
         elif len(mine) > 1:
             self._carried.append(load)
         else:
@@ -311,7 +311,9 @@ class _PartsRoute(Route):
     def transfer(self, buffer: torch.Tensor | None, lendable: Lendable | None) -> Transfer:
         transfer = Transfer()
         transfer.borrowings = [Borrowing(*each) for each in self._borrowed]
-        transfer.borrowings += [Borrowing(*each, True) for each in self._carried_by.items()]
+        transfer.borrowings += [
+            Borrowing(*each, is_carried=True) for each in self._brought_by.items()
+        ]
         start = 0
         for load, receivers in self._sent:
             for message in load.messages:

@@ -3,7 +3,8 @@ ranks tell each other goes through the store (``company.py``) or the memory of n
 
 Collectives run on a process group of our own, so that nothing on the user's group can interleave
 with them. They are launched from one thread, in the same order on every rank, and depend on the
-plan only. Each function takes prepared contiguous tensors and returns a :class:`Pending`.
+plan only; messages from one rank to another have tags, and other threads may launch them. Each
+function takes prepared contiguous tensors and returns a :class:`Pending`.
 
 Primitives per backend. On gloo the owner sends to everybody, in place and in both directions of the
 wire at once, and ranks on the same host read in one another's memory; other backends
@@ -153,27 +154,20 @@ class Transport:
         loans = [self.neighbours.borrow(lender, tag) for lender in lenders]
         return loans, Pending(self.company, (), (), loans)
 
-    def await_loans(self, loans: Iterable[Loan]) -> None:
-        """Until they can be read, before everything else that was launched with them is here."""
-        with self.company.naming_absentees():
-            for loan in loans:
-                loan.arrive(self.company.patience)
-
     def carry(self, parts: Sequence[Part], memory: SharedMemory, run: torch.Tensor) -> Pending:
         """Receive the parts, which lie in a run of the memory, for the neighbours, too, and tell
         them.
 
         By a thread of its own, in the order of the calls: a neighbour may want them when this rank
-        is busy with anything else. It launches nothing.
+        is busy with anything else. If they do not come, the neighbours are told that.
         """
         readers = self.hosts.others_on_host_of(self.rank)
         with self.company.naming_absentees():
-            works = [work for part in parts for work in self._send_to_all(part)]
+            works = [work for part in parts for work in self._launch(part)]
             self.traffic.add(run, len(readers))
             letters = self.neighbours.lend(memory, dict.fromkeys(readers, run), self.carried_tag)
         if self._carrier is None:
-            self._carrier = Waiter()
-            weakref.finalize(self, self._carrier.end).atexit = False
+            self._carrier = Waiter.of(self)
         deliver = functools.partial(_deliver, works, self.neighbours, letters, self.company)
         return Pending(self.company, (), [parts, memory], errands=[self._carrier.send(deliver)])
 
@@ -202,13 +196,13 @@ class Transport:
                     self.traffic.add(tensor, len(self.others if receivers is None else receivers))
                 # gloo sends from the CPU only; its broadcasts take tensors from anywhere.
                 if tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo":
-                    works += self._send_to_all(part)
+                    works += self._launch(part)
                 else:
                     source = self._global_ranks[owner]
                     works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
         return Pending(self.company, works, parts)
 
-    def _send_to_all(self, part: Part) -> list[Any]:
+    def _launch(self, part: Part) -> list[Any]:
         if part.owner != self.rank:
             source = self._global_ranks[part.owner]
             return [dist.irecv(part.tensor, source, group=self._group, tag=self.tag)]
@@ -283,6 +277,33 @@ class Transport:
             work = dist.all_reduce(values, operation, group=self._group, async_op=True)
         return Pending(self.company, [work], [values])
 
+    def send_later(
+        self,
+        parts: Mapping[int, torch.Tensor],
+        sums: Callable[[], Iterable[torch.Tensor]],
+        loans: Sequence[Loan],
+        tag: int,
+        carrier: Waiter,
+    ) -> Pending:
+        """Send to each rank its part when the loans have arrived and ``sums``, in the same order,
+        has filled it: by the carrier, in the order of the calls. Messages are told apart by their
+        tags, so other than collectives they may be launched by any thread."""
+        for part in parts.values():
+            self.traffic.add(part)
+        peers = [self._global_ranks[to] for to in parts]
+        patience, group = self.company.patience, self._group
+
+        def send() -> list[Any]:
+            for loan in loans:
+                loan.arrive(patience)
+            with torch.no_grad():
+                return [
+                    dist.isend(part, peer, group=group, tag=tag)
+                    for part, peer in zip(sums(), peers, strict=True)
+                ]
+
+        return Pending(self.company, (), [*parts.values()], errands=[carrier.send(send)])
+
     # ------------------------------------------------------------------ one to one
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
@@ -343,7 +364,11 @@ class Transport:
 def _deliver(
     works: list[Any], neighbours: Neighbourhood, letters: Letters, company: Company
 ) -> None:
-    wait_here(works)
+    try:
+        wait_here(works)
+    except BaseException:
+        neighbours.write(letters.of_failure(), company.patience)
+        raise
     works.clear()  # as in waiting.py: they end before anybody knows that they are done
     neighbours.write(letters, company.patience)
 

@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,13 @@ class Errand:
             self.lock.release()
 
     def wait(self) -> Any:
-        """What came of it, once it is done; or what a signal handler raises."""
+        """What came of it, once it is done; or what a signal handler raises. Can be repeated."""
         with marking_interruptions():
             self.lock.acquire()
-        return self.outcome()
+        self.lock.release()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def outcome(self) -> Any:
         error, self._error = self._error, None
@@ -71,9 +75,13 @@ class Waiter:
         self._errands.put(errand)
         return errand
 
-    def end(self) -> None:
-        """After what it was sent on."""
-        self._errands.put(None)
+    @classmethod
+    def of(cls, owner: object) -> Waiter:
+        """One that works for this object alone, and ends with it."""
+        waiter = cls()
+        _working.add(waiter)
+        weakref.finalize(owner, waiter._errands.put, None).atexit = False
+        return waiter
 
     @classmethod
     def idle(cls) -> Waiter:
@@ -89,6 +97,7 @@ def _run_errands(errands: queue.SimpleQueue[Errand | None]) -> None:
         del errand  # while it waits for the next, it holds nothing
 
 
+_working: weakref.WeakSet[Waiter] = weakref.WeakSet()  # those that have an owner
 _idle: list[Waiter] = []  # one, unless a signal handler waits, too, or several threads do
 _abandoned: list[Sequence[Any]] = []
 
@@ -209,6 +218,13 @@ if hasattr(os, "register_at_fork"):
 
 
 # -------------------------------------------------------------------------- at the end
+
+
+def let_waiters_finish(seconds: float) -> None:
+    """Before a process ends: others may count on what its waiters have been sent on."""
+    until = time.monotonic() + seconds
+    for errand in [waiter.send(lambda: None) for waiter in list(_working)]:
+        errand.lock.acquire(timeout=max(0.0, until - time.monotonic()))
 
 
 _kept: set[int] = set()

@@ -29,7 +29,7 @@ from onecopy.hosts import Hosts, Passage
 from onecopy.lanes import Lane
 from onecopy.neighbours import Loan
 from onecopy.plan import ParamSpec, make_plan
-from onecopy.transport import Transport
+from onecopy.transport import Part, Transport
 
 LAYOUTS = {3: [(0, 0, 1), (0, 1, 1)], 4: [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 1)]}
 EVERY_LAYOUT = pytest.mark.parametrize("number", range(4))
@@ -68,9 +68,9 @@ def test_ranks_are_apart_or_together() -> None:
 def test_an_owner_has_one_porter_on_every_other_host_and_they_share_the_work(hosts: Hosts) -> None:
     for owner in range(hosts.world_size):
         porters = hosts.porters_of(owner)
-        assert [hosts.host_of(porter) for porter in porters] == [
-            host for host in hosts.ranks if owner not in host
-        ]
+        place = hosts.ranks.index(hosts.host_of(owner))
+        after = hosts.ranks[place + 1 :] + hosts.ranks[:place]
+        assert tuple(hosts.host_of(porter) for porter in porters) == after
         assert all(owner in hosts.carried_by(porter) for porter in porters)
     for host in hosts.ranks:
         for other in hosts.ranks:
@@ -270,6 +270,93 @@ def test_a_forward_of_one_rank_needs_nothing_of_those_that_wait_for_it(world: Wo
         assert_same_on_all_ranks(model)
 
 
+class Slowly(torch.autograd.Function):
+    """A backward that takes its time."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3)
+        return grad
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(count)])
+
+
+@distributed(4, pg_timeout=20)
+def test_two_modules_in_one_backward_may_be_reached_in_different_orders(world: World) -> None:
+    """The ranks of one host reduce buckets of both in another order than those of the other, and
+    what one of them has to carry comes late: nobody waits in a circle."""
+    pretend_layout(world, 0)
+    torch.manual_seed(0)
+    first, rest, other = layers(1), layers(3), layers(5)
+    both = nn.ModuleList([first, rest])
+    ours = [
+        ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.01, bucket_mb=1024 / 2**20)
+        for module in (both, other)
+    ]
+    for optimizer, module in zip(ours, (both, other), strict=True):
+        optimizer.attach(module)
+    for _ in range(2):
+        x = torch.randn(2, 16)
+        middle = other(first(x)) if world.rank < 2 else first(other(x))
+        x = rest(middle)
+        (Slowly.apply(x) if world.rank == 1 else x).sum().backward()
+        for optimizer in ours:
+            optimizer.step()
+    assert_same_on_all_ranks(nn.ModuleList([both, other]))
+
+
+@distributed(4)
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_rank_that_owns_nothing_in_most_buckets_carries_them_all_the_same(
+    world: World, lazy: bool
+) -> None:
+    pretend_layout(world, 0)
+    torch.manual_seed(0)
+    model = layers(9)
+    options = {"bucket_mb": 1024 / 2**20, "partition": "whole", "check_every": 1}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.01, **options)
+    optimizer.attach(model, lazy_gather=lazy)
+    for _ in range(2):
+        x = model(torch.randn(2, 16))
+        (Slowly.apply(x) if world.rank % 2 else x).sum().backward()
+        optimizer.step()
+    optimizer.wait()
+    assert_same_on_all_ranks(model)
+
+
+@distributed(4)
+def test_parameters_that_come_later_pass_between_hosts(world: World) -> None:
+    pretend_layout(world, 3)
+    torch.manual_seed(0)
+    model = Mlp()
+    model.norm.requires_grad_(False)
+    model.second.requires_grad_(False)
+    given = [*model.first.parameters(), *model.norm.parameters()]
+    optimizer = ZeroRedundancyOptimizer(given, AdamW, lr=0.1, bucket_mb=0.0005)
+    for step in range(4):
+        if step == 0:
+            optimizer.attach(model)
+        if step == 1:
+            model.norm.requires_grad_(True)
+        if step == 2:
+            model.second.requires_grad_(True)
+            optimizer.add_param_group({"params": model.second.parameters()})
+        if step == 3:
+            optimizer.detach()
+            optimizer.attach(model, lazy_gather=True)
+        model(model.batch((world.rank, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait()
+    assert_same_on_all_ranks(model)
+
+
 @distributed(4)
 def test_a_backward_that_raises_on_one_rank_is_given_up_on_all_hosts(world: World) -> None:
     pretend_layout(world, 0)
@@ -354,5 +441,28 @@ def test_a_porter_that_is_lost_is_named_on_all_hosts(world: World, lost: int, la
         optimizer.step()
         optimizer.wait()
 
+    start = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"rank {lost}\b"):
         step_and_wait()
+    assert time.monotonic() - start < 30
+    time.sleep(1)  # a rank that has noticed need not end for the others to notice
+
+
+@distributed(4, fresh=True, pg_timeout=300, timeout=90)
+def test_neighbours_of_a_porter_are_told_that_nothing_will_come(world: World) -> None:
+    """Long before the timeout, and though the porter, which has noticed, does not end."""
+    pretend_layout(world, 0)
+    transport = Transport()
+    dist.barrier()
+    if world.rank == 2:
+        os._exit(0)
+    start = time.monotonic()
+    if world.rank == 0:
+        memory = transport.memory_to_lend(100)
+        pending = transport.carry([Part(2, memory.data)], memory, memory.data)
+    else:
+        _, pending = transport.borrow([0] if world.rank == 1 else [], transport.carried_tag)
+    if world.rank < 2:
+        with pytest.raises(RuntimeError, match="a collective failed"):
+            pending.wait()
+    assert time.monotonic() - start < 60

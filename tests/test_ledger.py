@@ -47,21 +47,6 @@ def test_a_transfer_is_exposed_at_its_ends_and_hidden_between_them() -> None:
     assert found.hidden == pytest.approx(account.under_way - account.waiting)
 
 
-def test_what_is_carried_for_others_is_exposed_and_sent_with_its_bucket() -> None:
-    traffic = Traffic()
-    ledger = Ledger(traffic)
-    with ledger.launching(Phase.REDUCE, 2):
-        traffic.add(torch.zeros(10))
-    with ledger.carrying(Phase.REDUCE, 2):
-        traffic.add(torch.zeros(5))
-        time.sleep(0.03)
-    with ledger.waiting(Phase.REDUCE, 2):
-        pass
-    (found,) = comm_stats(ledger, traffic, steps=1).buckets
-    assert (found.times, found.messages, found.bytes) == (1, 2, 60)
-    assert found.exposed >= 0.03 > found.hidden
-
-
 def test_what_others_send_meanwhile_is_not_on_the_account() -> None:
     traffic = Traffic()
     ledger = Ledger(traffic)

@@ -63,19 +63,6 @@ def test_nothing_in_a_trace_is_an_empty_timeline() -> None:
     assert Timeline.of([]) == Timeline((), ()) == Timeline.of([]).of_steps()
 
 
-def test_what_is_carried_for_others_is_exposed_and_no_launch() -> None:
-    events = [
-        event("reduce 4", 0, 1),
-        event("carry for reduce 4", 5, 8),
-        event("wait for reduce 4", 10, 12),
-    ]
-    timeline = Timeline.of(events)
-    assert [span.is_carry for span in timeline.spans] == [False, True, False]
-    (found,) = timeline.transfers()
-    assert found.launch.start == 0
-    assert timeline.costs()["reduce", 4] == Cost(exposed=6, hidden=6)
-
-
 def test_transfers_are_launches_with_their_waits() -> None:
     found = Timeline.of(TRACE).transfers()
     assert [each.name for each in found] == ["reduce 0", "reduce 1", "gather 0"]
