@@ -39,7 +39,7 @@ from tables import MEANING, as_text, changes
 from workloads import WORKLOADS
 
 # Where a turn is short, a disturbance weighs more, and another turn costs less.
-ROUNDS = {"gpt": 5, "gpt-short": 5, "tiny": 7, "conv": 5, "muon": 7}
+ROUNDS = {"gpt": 4, "gpt-short": 5, "tiny": 7, "conv": 4, "muon": 7}
 # One of each kind; the others are variants of them.
 CORE = (
     *REFERENCES,
@@ -77,8 +77,8 @@ FULL = (
     *(Wanted(name, 4, rounds=3) for name in ("gpt", "gpt-short")),
     *(Wanted("gpt-short", 2, rounds=3, gbit=gbit, methods=(*CORE, NARROW)) for gbit in (1, 10)),
     Wanted("gpt-short", 4, rounds=2, gbit=1),
-    Wanted("gpt-short", 4, rounds=3, gbit=10, methods=FASTEST),
-    Wanted("conv", 2, rounds=3, gbit=1),
+    Wanted("gpt-short", 4, rounds=2, gbit=10, methods=FASTEST),
+    Wanted("conv", 2, rounds=2, gbit=1),
 )
 PARTIAL = page.JSON.with_name("bench.partial.json")
 # What the README shows.

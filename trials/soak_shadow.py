@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def _share_of(grad: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    # Rounded as it is sent. Why `to`: two tensors without dimensions multiply in the wider dtype.
-    return (grad * share).to(grad.dtype).float().flatten()
+def _share_of(grad: torch.Tensor, share: float) -> torch.Tensor:
+    """Rounded as it is sent."""
+    return (grad * share).float().flatten()
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def summed_in_rank_order(
     """The average over the ranks of each parameter's gradient, in float32; None where no rank has
     one, and zeros for ranks that have none where others do."""
     world = dist.get_world_size(group)
-    share = torch.tensor(1 / world, dtype=torch.float64)
+    share = 1 / world
     parts = [torch.zeros(p.numel()) if p.grad is None else _share_of(p.grad, share) for p in params]
     has = torch.tensor([float(p.grad is not None) for p in params])
     mine = torch.cat([*parts, has])
