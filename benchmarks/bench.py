@@ -10,7 +10,7 @@ The tables are printed, kept in docs/benchmarks/bench.json, and written with plo
 docs/benchmarks.md, where a run that differs from the one before shows as a diff.
 
     make bench                                              # some ten minutes on two cores
-    make bench FULL=1                                       # everything: three quarters of an hour
+    make bench FULL=1                                       # everything: an hour
     .venv-bench/bin/python benchmarks/bench.py --only gpt --ranks 2 --methods DDP onecopy
 """
 

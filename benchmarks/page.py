@@ -22,7 +22,7 @@ JSON = PICTURES / "bench.json"
 _OPENING = """\
 # Benchmarks
 
-This page is written by `make bench FULL=1` (three quarters of an hour on two cores) or `make bench` (four of the tables, some ten minutes), which set up an
+This page is written by `make bench FULL=1` (an hour on two cores) or `make bench` (four of the tables, some ten minutes), which set up an
 environment of their own with the peers in it. Run it on your machine: a difference shows as a diff of this page, and ratios that
 left the spread of the run before are printed.
 
