@@ -25,7 +25,7 @@ SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all chaos soak races fuzz audit test-integrations test-torch lint types format \
+.PHONY: help demo test test-all chaos soak races golden golden-renew fuzz audit test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-checking bench-consolidate \
         bench-checkpoint \
         clean
@@ -40,9 +40,12 @@ test: lint types ## lint, types, all quick tests and the trainers: what CI runs
 	$(BIN)/pytest
 	$(MAKE) --no-print-directory test-integrations
 
-test-all: lint types ## the same with the slow tests
+test-all: lint types ## the same with the slow tests, and short trials with fresh seeds
 	$(BIN)/pytest -m ""
 	$(MAKE) --no-print-directory test-integrations
+	$(MAKE) --no-print-directory soak MINUTES=2 SEED=
+	$(MAKE) --no-print-directory races RUNS=20 SEED=
+	$(MAKE) --no-print-directory chaos TRIALS=5 MACHINES=0 SEED=
 
 soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an unsharded shadow
 	$(BIN)/python trials/soak.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
@@ -51,8 +54,15 @@ soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an u
 races: $(VENV)/.installed ## RUNS=200 seeded runs with random delays, overlap on: no bit changes
 	$(BIN)/python trials/races.py --runs $(or $(RUNS),200) $(if $(SEED),--seed $(SEED))
 
-chaos: $(VENV)/.installed ## kill ranks at TRIALS=55 chosen moments: does the training go on as if nothing had been?
-	$(BIN)/python trials/chaos.py --trials $(or $(TRIALS),55) $(if $(SEED),--seed $(SEED))
+golden: $(VENV)/.installed ## hashes and messages of short training runs against trials/golden.json (ONLY="4 ranks")
+	$(BIN)/python trials/golden.py $(if $(ONLY),--only "$(ONLY)")
+
+golden-renew: $(VENV)/.installed ## write trials/golden.json: in a commit that says why bits change
+	$(BIN)/python trials/golden.py --write
+
+chaos: $(VENV)/.installed ## kill ranks at TRIALS=55 chosen moments, and MACHINES=5: does the training go on as if nothing had been?
+	$(BIN)/python trials/chaos.py --trials $(or $(TRIALS),55) $(if $(MACHINES),--machines $(MACHINES)) \
+	    $(if $(SEED),--seed $(SEED))
 
 fuzz: $(VENV)/.installed ## bad inputs of all kinds, other ones each time (TIMES=20)
 	ONECOPY_FUZZ=$(TIMES) $(BIN)/pytest -m "" tests/test_fuzz_*.py
@@ -75,7 +85,7 @@ format: $(VENV)/.installed ## let ruff rewrite what it can
 	$(BIN)/ruff format
 
 test-torch: ## the tests with another torch, TORCH=x.y.z, in a venv of its own
-	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))
+	$(if $(TORCH),,$(error say which torch, 2.6 or later: make test-torch TORCH=2.15.0))
 	$(MAKE) --no-print-directory $(TORCH_VENV)/.installed
 	$(TORCH_BIN)/pytest
 

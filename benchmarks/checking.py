@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import GPT, GPTConfig
 
 from onecopy import ZeroRedundancyOptimizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from inside import corruption_check_of, set_corruption_check
 
 EVERY = 100
 NEVER = 1 << 40
@@ -49,14 +54,14 @@ def measured(config: GPTConfig, batch: int, mode: str, rounds: int) -> dict[str,
     )
     if mode == "attached":
         optimizer.attach(module)
-    sentry = optimizer._sentry
+    sentry = corruption_check_of(optimizer)
     ways = {"plain": (None, NEVER), "watched": (sentry, NEVER), "compared": (sentry, 1)}
     stepping: dict[str, list[float]] = {way: [] for way in ways}
     whole = []
     for turn in range(len(ways) * rounds):
         way = list(ways)[turn % len(ways)]
         sentry.unseal()
-        optimizer._sentry, optimizer._check_every = ways[way]
+        set_corruption_check(optimizer, *ways[way])
         for step in range(TURN):
             tokens = torch.randint(config.vocabulary, (batch, config.context + 1))
             dist.barrier()

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 # when messages of different sizes meet, and then nobody can tell what was wrong.
 DIGEST_BYTES = 32
 _TEXT_BYTES = 400
+ADVICE = "Every rank must do the same here."
 _SAME = -1
 
 
@@ -39,10 +40,11 @@ class RanksDisagree(ValueError):
     If that is because one rank raised, it is of that rank's class of exception, too.
     """
 
-    def __init__(self, message: str, views: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, views: Sequence[str] = (), line: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.views = views  # what was said, each once
+        self.line = line  # the first of the compared lines that differs, if all do the same
 
     def __str__(self) -> str:  # a KeyError, which this may be too, would print the repr
         return self.message
@@ -57,14 +59,14 @@ def require_agreement(channel: Channel, subject: str, lines: Sequence[str]) -> N
         raise difference(channel, mine)
 
 
-def difference(channel: Channel, mine: Sequence[str]) -> RanksDisagree:
+def difference(channel: Channel, mine: Sequence[str], advice: str = ADVICE) -> RanksDisagree:
     """The error for all ranks, when their messages of ``DIGEST_BYTES`` were not what they should
     be. Collective. The first line says what this rank is doing."""
     text = "\n".join(mine).encode() if channel.rank == 0 else None
     theirs = channel.broadcast_bytes(text, source=0).decode().split("\n")
     index = _first_difference(mine, theirs)
     answers = channel.all_gather_bytes(_Answer.at(mine, index).to_bytes())
-    return _disagreement(theirs, [_Answer.from_bytes(answer) for answer in answers])
+    return _disagreement(theirs, [_Answer.from_bytes(answer) for answer in answers], advice)
 
 
 def _as_text(line: str) -> str:
@@ -154,7 +156,7 @@ def _shortened(line: str) -> str:
     return line.encode()[: _TEXT_BYTES - 3].decode(errors="ignore") + "..."
 
 
-def _disagreement(base: Sequence[str], answers: Sequence[_Answer]) -> RanksDisagree:
+def _disagreement(base: Sequence[str], answers: Sequence[_Answer], advice: str) -> RanksDisagree:
     first = min(answer.place for answer in answers if answer.place != _SAME)
     holders: dict[tuple[bytes, str], list[int]] = {}
     for rank, answer in enumerate(answers):
@@ -164,8 +166,9 @@ def _disagreement(base: Sequence[str], answers: Sequence[_Answer]) -> RanksDisag
     views = "".join(f"\n  {name_ranks(ranks)}: {text}" for (_, text), ranks in holders.items())
     about = f"while {base[0]}" if first > 0 else "about what to do next"
     return RanksDisagree(
-        f"the ranks disagree {about}:{views}\nEvery rank must do the same here.",
+        f"the ranks disagree {about}:{views}\n{advice}",
         [text for _, text in holders],
+        first - 1 if first > 0 else None,
     )
 
 

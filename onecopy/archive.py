@@ -27,6 +27,7 @@ from onecopy.pickles import (
     as_sizes,
     as_text,
 )
+from onecopy.torch_private import GET_LAYOUT, MEMORY_FORMAT, STORAGE_INFO
 from onecopy.words import in_bytes, shown
 
 METADATA = ".metadata"
@@ -102,14 +103,14 @@ _RECORDS = {
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): Record,
     ("torch.distributed.checkpoint.metadata", "StorageMeta"): Record,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    STORAGE_INFO: Record,
 }
 
 
 _INERT = {
     ("torch", "Size"): Inert,
-    ("torch.serialization", "_get_layout"): Inert,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Inert,
+    GET_LAYOUT: Inert,
+    MEMORY_FORMAT: Inert,
     **{
         (module, name): Inert
         for module in ("pathlib", "pathlib._local")

@@ -15,7 +15,9 @@ from onecopy.attachment import Attachment, require_attachable, send_from_first_r
 from onecopy.checks import as_number, check_switches
 from onecopy.join import Party, Turn, same_call
 from onecopy.lazy import require_hookable
+from onecopy.naming import describe_names, names_in
 from onecopy.parts import Parts
+from onecopy.torch_private import join_config
 from onecopy.words import plural, shown
 
 logger = logging.getLogger("onecopy")
@@ -50,7 +52,8 @@ class Attaches(Parts):
             module: a ``DistributedDataParallel``, whose buckets are then reduced by this
                 optimizer, or a bare module with all parameters of this optimizer. Parameters and
                 buffers of a bare module are first sent from rank 0 to all others.
-            reduce_dtype: what gradients are sent and summed in; by default their own dtype.
+            reduce_dtype: what each rank's gradient is rounded to and sent in; by default its own
+                dtype. Sums are taken in the wider of it and the dtype in which gradients are held.
             lazy_gather: return from ``step`` while the updated parameters are still on their way.
                 Forwards of the module and its parts wait for what they use, and so do
                 ``state_dict`` and all methods of this optimizer; call :meth:`wait` before you read
@@ -73,10 +76,13 @@ class Attaches(Parts):
             check_switches(lazy_gather=lazy_gather)
             if lazy_gather:
                 require_hookable(module)
+            self._shards.require_same_form()
+            known = names_in(module)
+            names = [known.get(entry.param, "") for entry in self._roster.entries]
             kind, number = type(module).__name__, self._company.attachments
             how = f"reduce_dtype={reduce_dtype}, lazy_gather={bool(lazy_gather)}"
             lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
-            return [*lines, *self._description()]
+            return [*lines, *self._description(), *describe_names(self._roster, names)]
 
         agree(self._transport, "attaching", prepare)
         self._company.count_attachment()
@@ -129,7 +135,8 @@ class Attaches(Parts):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in this context accumulate the gradients of this rank; the first one after it
-        averages them all. As DDP's."""
+        averages them all. As DDP's, but where a parameter has a master copy they are accumulated in
+        its dtype, and ``param.grad`` is None."""
         return self._attached("no_sync").feed.no_sync()
 
     def clip_grad_norm_(
@@ -218,11 +225,9 @@ class Attaches(Parts):
         return self._announce(turn) if self._is_in_join() else None
 
     def _is_in_join(self) -> bool:
-        return bool(self._join_config.enable)
+        return bool(join_config(self).enable)
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Asked by every GradScaler before a step."""
+    def _before_scaling(self) -> None:
         if self._steps_in_backward:
             raise RuntimeError(
                 "with overlap_with_ddp=True the update happens inside backward, with gradients of "
@@ -230,4 +235,3 @@ class Attaches(Parts):
             )
         if self._attachment is not None:
             self._attachment.require_our_scaler()
-        return False

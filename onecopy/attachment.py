@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import flat_range, is_dense
-from onecopy.feeds import DDPFeed, Feed, ModuleFeed, has_foreign_hook
+from onecopy.feeds import (
+    DDPFeed,
+    Feed,
+    Local,
+    ModuleFeed,
+    has_foreign_hook,
+    require_finalization,
+)
 from onecopy.gatherer import Lender
 from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
@@ -29,6 +36,7 @@ from onecopy.plan import Piece, Plan
 from onecopy.reducer import Reducer
 from onecopy.roster import Roster
 from onecopy.shards import Shards
+from onecopy.torch_private import foreach_mul_, foreach_unscale_
 from onecopy.transport import Part, Transport, do_nothing
 from onecopy.words import shown
 
@@ -139,14 +147,33 @@ class Attachment:
 
     def require_averaged(self) -> None:
         """Raise if a gradient is of this rank alone."""
-        local = self.reducer.roadway.not_reduced()
-        if local:
+        local = self.reducer.not_reduced()
+        if not local:
+            return
+        name, why = self._shards.name_in_module(local[0]), self.feed.why_local
+        if why is Local.INSIDE_DDP:
             raise RuntimeError(
-                f"{self._shards.roster.names[local[0]]} has a gradient that was not averaged: all "
-                "backwards since the last step were inside no_sync(): do the last one outside of "
-                "it. Or none of the parameters that DDP was built with is trained any more: wrap "
-                "the module anew"
+                f"{name} has a gradient that DistributedDataParallel averaged: the optimizer is "
+                "attached to the module inside a DDP module, and both reduce the gradients. Attach "
+                "to the DDP module, optimizer.attach(ddp), or call the module without DDP"
             )
+        if why is Local.NO_SYNC:
+            raise RuntimeError(
+                f"{name} has a gradient that was not averaged, because the last backward was "
+                "inside no_sync(). Do the last backward before step() outside of no_sync()"
+            )
+        if why is Local.NOT_IN_DDP:
+            raise RuntimeError(
+                f"{name} has a gradient that was not averaged, because none of the parameters that "
+                "DDP was built with is trained any more. Wrap the module again, "
+                "DistributedDataParallel(model), and attach to that"
+            )
+        raise RuntimeError(
+            f"{name} has a gradient that no backward has computed: param.grad was written by hand. "
+            "An attached optimizer takes gradients from backward() only. Set param.grad to None; "
+            "to change gradients, use optimizer.full_grad() and tensor hooks; to write them, "
+            "detach() the optimizer"
+        )
 
     def judge(self) -> None:
         """Raise if the last backward has raised, on this rank or another; the gradients are then
@@ -227,7 +254,7 @@ class Attachment:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients, which have been settled."""
         for gradients in self._alike():
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def _alike(self) -> Iterable[list[torch.Tensor]]:
         """The gradients of this rank, in lists of one device and dtype. Complex numbers are pairs
@@ -254,7 +281,7 @@ class Attachment:
         for gradients in self._alike():
             found = torch.zeros(1, device=gradients[0].device)
             inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=found.device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            foreach_unscale_(gradients, found, inverse)
             verdict = torch.maximum(verdict, found.to(verdict.device))
         self._transport.maximum(verdict).wait()
         return verdict
@@ -351,6 +378,7 @@ def require_attachable(
                 "the DDP module has a communication hook already, and can have only one. Attach "
                 "before, or instead of, register_comm_hook(...)"
             )
+        require_finalization(module)
         ranks = dist.get_process_group_ranks(module.process_group)
         if ranks != dist.get_process_group_ranks(user_group):
             raise ValueError(

@@ -16,6 +16,7 @@ import torch
 
 from onecopy.lending import SharedMemory
 from onecopy.plan import Plan, Stream
+from onecopy.torch_private import foreach_copy_
 
 _T = TypeVar("_T")
 
@@ -134,7 +135,7 @@ class Copies:
 
     def run(self) -> None:
         if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
+            foreach_copy_(self.targets, self.sources)
 
 
 class _Home(NamedTuple):

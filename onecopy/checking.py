@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from onecopy.agreement import agree, require_agreement
-from onecopy.fingerprints import fingerprint
+from onecopy.agreement import RanksDisagree, agree, require_agreement
+from onecopy.buffers import in_layout_of, is_dense
+from onecopy.fingerprints import checksum, fingerprint
 from onecopy.join import Party
 from onecopy.parts import Parts
 from onecopy.replicas import Evidence, require_equal
 from onecopy.sentry import Sentry, counters
+from onecopy.torch_private import join_config
 from onecopy.words import plural
 
 
@@ -24,11 +27,13 @@ class Checks(Parts):
     _check_steps: bool
     _sentry: Sentry | None
     _compared: int
+    _has_compared_gradients: bool
 
     def _watch_with(self, check_every: int | None) -> None:
         self._check_every = check_every
         self._check_steps = False
         self._compared = 0  # before which step, last
+        self._has_compared_gradients = False
         # Whether it is a number is checked later, on all ranks together.
         self._sentry = Sentry() if isinstance(check_every, int) and check_every else None
 
@@ -129,3 +134,65 @@ class Checks(Parts):
                 *self._roster.readiness(with_gradients=self._attachment is None),
             ]
         require_agreement(self._transport, f"comparing step {self._steps}", lines)
+
+    # ------------------------------------------------------------------ were they averaged?
+
+    def _compare_gradients(self) -> None:
+        """In drop-in mode: warn if the gradients differ between the ranks, with
+        ``ONECOPY_CHECK=step`` raise. Collective, in the first step that has gradients, or in all.
+
+        Why a warning: torch's class accepts such training.
+        """
+        if (
+            (self._has_compared_gradients and not self._check_steps)
+            or self.world_size == 1
+            or self._attachment is not None
+            or self._steps_in_backward
+            or join_config(self).enable  # a rank that has joined has none
+        ):
+            return
+        sums = self._checksums_of_gradients()
+        lines = [f"{name}: {said}" for name, said in zip(self._roster.names, sums, strict=True)]
+        try:
+            require_agreement(self._transport, f"comparing gradients in step {self._steps}", lines)
+        except RanksDisagree as difference:
+            if difference.line is None:  # they do not even do the same
+                raise
+            error = self._not_averaged(difference, difference.line)
+            if self._check_steps:
+                raise error from None
+            self._has_compared_gradients = True
+            warnings.warn(str(error), stacklevel=4)
+        # Gradients that are zero everywhere say nothing.
+        if any(said not in _NO_VALUES for said in sums):
+            self._has_compared_gradients = True
+
+    def _not_averaged(self, difference: RanksDisagree, index: int) -> RanksDisagree:
+        views = "\n".join(difference.message.split("\n")[1:-1])
+        name = self._shards.name_in_module(index)
+        return RanksDisagree(
+            f"the gradient of {name} is not the same on all ranks, so it was not averaged:\n"
+            f"{views}\nWithout attach(...), step() expects gradients that were averaged over the "
+            "ranks. Wrap the module, DistributedDataParallel(model), call that, and do the last "
+            "backward before step() outside of no_sync(); or call optimizer.attach(model)"
+        )
+
+    @torch.no_grad()
+    def _checksums_of_gradients(self) -> list[str]:
+        """Of each parameter, in words."""
+        said, sums = [], []
+        for param in self._roster.params:
+            grad = param.grad
+            if grad is None or grad.layout is not torch.strided:
+                said.append("no gradient" if grad is None else "a sparse gradient")
+                continue
+            laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+            said.append("")
+            sums.append(checksum(laid_out))
+        # Together, so that an accelerator is waited for once.
+        device = sums[0].device if sums else None
+        numbers = iter(torch.stack([s.to(device) for s in sums]).tolist() if sums else ())
+        return [text or f"a gradient, checksum {next(numbers) % (1 << 64):x}" for text in said]
+
+
+_NO_VALUES = ("no gradient", "a gradient, checksum 0")

@@ -17,6 +17,14 @@ def check_environment(environment: Mapping[str, str]) -> None:
         raise ValueError(f"ONECOPY_SHARED_MEMORY={asked}: expected 0, 1, or nothing")
 
 
+def forces_c10d(environment: Mapping[str, str]) -> bool:
+    """Whether all communication uses the process group's own collectives, also on gloo."""
+    asked = environment.get("ONECOPY_COMM", "")
+    if asked not in ("", "auto", "c10d"):
+        raise ValueError(f'ONECOPY_COMM={asked}: expected "auto", "c10d", or nothing')
+    return asked == "c10d"
+
+
 def checks_steps(environment: Mapping[str, str]) -> bool:
     """Whether all ranks are compared in every step."""
     asked = environment.get("ONECOPY_CHECK", "")

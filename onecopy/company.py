@@ -25,7 +25,8 @@ from onecopy.exchange import Exchange
 from onecopy.groups import DEFAULT_PATIENCE, private_group, timeout
 from onecopy.hosts import Hosts
 from onecopy.neighbours import Neighbourhood
-from onecopy.notes import notes_of, store_of
+from onecopy.notes import notes_of
+from onecopy.torch_private import is_process_group_alive, store_of
 from onecopy.waiting import is_interruption, keep_for_ever, wait_interruptibly
 
 _attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
@@ -83,9 +84,9 @@ class Company:
 
     # ------------------------------------------------------------------ who is where
 
-    def note(self, text: str, same_place: bool = False) -> None:
+    def note(self, text: str, same_place: bool = False, is_error: bool = False) -> None:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
-        self._notes.write(text if same_place else f"{text}{self.whose}", same_place)
+        self._notes.write(text if same_place else f"{text}{self.whose}", same_place, is_error)
 
     def add_to_note(self, detail: str) -> None:
         """Where exactly in it this rank is."""
@@ -105,7 +106,8 @@ class Company:
         except Exception as error:
             if not self._notes.failure:
                 place = where or self._notes.place
-                self.note(f"{place} raised {type(error).__name__}: {error}", same_place=True)
+                text = f"{place} raised {type(error).__name__}: {error}"
+                self.note(text, same_place=True, is_error=True)
             raise
 
     def exchange(self, token: str, what: str) -> Exchange:
@@ -181,8 +183,7 @@ class Company:
                 "the job again from a checkpoint; or destroy_process_group(), "
                 "init_process_group(...) and build the optimizer anew"
             )
-        groups = dist.distributed_c10d._world.pg_map
-        if self.group not in groups or self.user_group not in groups:
+        if not is_process_group_alive(self.group) or not is_process_group_alive(self.user_group):
             return (
                 "the process group of this optimizer was destroyed. Destroy it when training is "
                 "over, or build another optimizer with the new one"

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.feeds import after_ddp, in_backward
+from onecopy.feeds import after_ddp
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.patches import AfterJoinHook
+from onecopy.torch_private import in_backward
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 

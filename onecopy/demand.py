@@ -24,7 +24,7 @@ from onecopy.transfers import WORTH_ITS_OWN_MESSAGE
 class Ways:
     """How buckets travel: by what the backend does best, and what the user asked for."""
 
-    equal_slots: bool  # the backend has a good all_gather and reduce_scatter; gloo has not
+    native: bool  # collectives of the backend, instead of messages between CPUs as on gloo
     one_host: bool = False  # gloo: ranks read in one another's memory
     in_place: bool = False  # parameters_as_bucket_view
     lazily: bool = False  # all gathers may be under way together
@@ -64,7 +64,7 @@ def _lent(itemsize: int) -> Callable[[int], int]:
 def staged_elements(plan: Plan, bucket: int, ways: Ways) -> int:
     """Elements of a bucket that pass through staging when it is gathered."""
     b = plan.buckets[bucket]
-    if plan.streams[b.stream].kind is Kind.ELEMENTWISE and ways.equal_slots:
+    if plan.streams[b.stream].kind is Kind.ELEMENTWISE and ways.native:
         if b.extra:  # slots are padded to the longest
             unit = plan.streams[b.stream].unit
             return (equal_part(plan, bucket) + unit) * plan.world_size
@@ -117,8 +117,14 @@ def _ends(plan: Plan, bucket: int) -> tuple[int, int]:
 class ReduceStaging:
     """Bytes that gradients pass through on their way to their owners, by rank."""
 
-    def __init__(self, plan: Plan, ways: Ways, wire_of: Callable[[int], torch.dtype]) -> None:
-        """``wire_of`` a stream says in what dtype its gradients travel."""
+    def __init__(
+        self,
+        plan: Plan,
+        ways: Ways,
+        wire_of: Callable[[int], torch.dtype],
+        held_in: Callable[[int], torch.dtype],
+    ) -> None:
+        """The dtypes in which the gradients of a stream travel, and in which they are summed."""
         self._outgoing: dict[_Key, int] = {}  # in bytes, on every rank
         self._incoming: dict[_Key, _Buffer] = {}
         lends = ways.one_host and plan.world_size > 1
@@ -130,21 +136,28 @@ class ReduceStaging:
             self._outgoing[key] = max(self._outgoing.get(key, 0), numbytes)
             key = (number % IN_FLIGHT, device, str(wire))
             incoming = self._incoming.setdefault(key, _Buffer())
-            incoming.demand_slots(plan, number, _received(plan, number, ways, wire.itemsize))
+            is_summed_on_the_way = wire.itemsize >= held_in(bucket.stream).itemsize
+            received = _received(plan, number, ways, wire.itemsize, is_summed_on_the_way)
+            incoming.demand_slots(plan, number, received)
 
     def on(self, rank: int) -> int:
         return sum(self._outgoing.values()) + sum(b.on_rank(rank) for b in self._incoming.values())
 
 
-def _received(plan: Plan, bucket: int, ways: Ways, itemsize: int) -> Callable[[int], int]:
-    """Bytes that come from the others for a slot of so many elements."""
-    others = plan.world_size - 1
-    summed_by_backend = ways.equal_slots and plan.has_equal_slots(bucket) and others > 0
+def _received(
+    plan: Plan, bucket: int, ways: Ways, itemsize: int, is_summed_on_the_way: bool
+) -> Callable[[int], int]:
+    """Bytes that come in for a slot of so many elements. ``is_summed_on_the_way``: a backend that
+    can sum may do so."""
+    parts = plan.world_size - 1
+    if ways.native and parts:
+        is_one_sum = is_summed_on_the_way and plan.has_equal_slots(bucket)
+        parts = 1 if is_one_sum else plan.world_size  # all_to_all copies this rank's own part, too
 
     def received(numel: int) -> int:
         if ways.one_host and worth_lending(numel * itemsize):
             return 0
-        return numel * itemsize * (1 if summed_by_backend else others)
+        return numel * itemsize * parts
 
     return received
 

@@ -7,6 +7,7 @@ is what the class makes when it steps, and staging follows the rules by which it
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.buffers import is_dense
+from onecopy.checks import forces_c10d
 from onecopy.demand import GatherStaging, ReduceStaging, Ways
 from onecopy.kinds import Kind
 from onecopy.memory import MemoryReport
@@ -39,13 +41,19 @@ class Setting:
     reduce_dtype: torch.dtype | None = None
     parameters_as_bucket_view: bool = False
     backend: str = "nccl"
+    no_sync: bool = False  # gradients are accumulated inside no_sync()
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
-        for name in ("under_ddp", "lazy_gather", "reduce_dtype"):
+        for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
             if getattr(self, name) and not self.attached:
                 raise ValueError(f"{name} means something in attached mode only: attached=True")
+
+    @property
+    def is_native(self) -> bool:
+        """Whether collectives of the backend are used, instead of messages and shared memory."""
+        return self.backend != "gloo" or forces_c10d(os.environ)
 
 
 class Estimate:
@@ -60,12 +68,14 @@ class Estimate:
     # ------------------------------------------------------------------ memory
 
     def on(self, rank: int) -> MemoryReport:
-        """What one rank holds after a step: the fields are those of ``memory_report()``."""
+        """What one rank holds after a step, or with ``no_sync`` before the backward that averages:
+        the fields are those of ``memory_report()``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
         gradients, staging = self._gradient_bytes, self._gather_staging.on(rank)
         if self.setting.attached:
             gradients = sum(held[rank] for held in self._held_gradients)
+            gradients += self._accumulated_bytes if self.setting.no_sync else 0
             staging += self._reduce_staging.on(rank)
         return MemoryReport(
             parameters=self._parameter_bytes,
@@ -173,14 +183,26 @@ class Estimate:
         )
 
     @cached_property
+    def _accumulated_bytes(self) -> int:
+        """Of all gradients inside ``no_sync()``, in the dtype of the master copies if there are."""
+        subject = self.subject
+        dtypes = {
+            i: gradient_held_in(subject.tensor(i), subject.master_dtype) for i in subject.trained
+        }
+        return sum(subject.params[i].numel * dtype.itemsize for i, dtype in dtypes.items())
+
+    @cached_property
     def _held_gradients(self) -> list[list[int]]:
         """In attached mode: bytes by stream and rank."""
         found = []
-        for stream, slots in zip(self.plan.streams, slot_elements(self.plan), strict=True):
-            param = self.subject.tensor(stream.params[0])
-            dtype = gradient_held_in(param, self.subject.master_dtype)
-            found.append([count * dtype.itemsize for count in slots])
+        for stream, slots in enumerate(slot_elements(self.plan)):
+            itemsize = self._held_in(stream).itemsize
+            found.append([count * itemsize for count in slots])
         return found
+
+    def _held_in(self, stream: int) -> torch.dtype:
+        param = self.subject.tensor(self.plan.streams[stream].params[0])
+        return gradient_held_in(param, self.subject.master_dtype)
 
     def _wire_dtype(self, stream: int) -> torch.dtype:
         param = self.subject.tensor(self.plan.streams[stream].params[0])
@@ -195,8 +217,8 @@ class Estimate:
     @cached_property
     def _ways(self) -> Ways:
         return Ways(
-            equal_slots=self.setting.backend != "gloo",
-            one_host=self.setting.backend == "gloo",
+            native=self.setting.is_native,
+            one_host=not self.setting.is_native,
             in_place=self.setting.parameters_as_bucket_view,
             lazily=self.setting.lazy_gather,
             lends_anew=self._lends_anew,
@@ -209,14 +231,14 @@ class Estimate:
 
     @cached_property
     def _reduce_staging(self) -> ReduceStaging:
-        return ReduceStaging(self.plan, self._ways, self._wire_dtype)
+        return ReduceStaging(self.plan, self._ways, self._wire_dtype, self._held_in)
 
     # ------------------------------------------------------------------ wire and peers
 
     @cached_property
     def wire(self) -> Wire:
         """What travels in a step."""
-        direct = self.setting.backend == "gloo"
+        direct = not self.setting.is_native
         gather = from_owners("all-gather", self._owned_bytes, len(self.plan.buckets), direct)
         return Wire(self.world_size, (self._reduction, gather))
 
@@ -280,6 +302,7 @@ def estimate(
     master_dtype: torch.dtype | None = None,
     parameters_as_bucket_view: bool = False,
     backend: str = "nccl",
+    no_sync: bool = False,
     **defaults: Any,
 ) -> Estimate:
     """What training takes on each of ``world_size`` ranks, without building or running anything.
@@ -293,7 +316,9 @@ def estimate(
         attached: ``optimizer.attach(module)`` is used; ``under_ddp``: on a DDP module.
         dtype: train floating-point parameters in this dtype instead of their own.
         backend: ``"nccl"`` or ``"gloo"``: how buckets travel, and what staging that takes. With
-            gloo the ranks are taken to be on one host.
+            gloo the ranks are taken to be on one host; if ``ONECOPY_COMM=c10d`` is set here, they
+            use gloo's collectives.
+        no_sync: attached, gradients are accumulated inside ``no_sync()``: count them too.
         **defaults: options of ``optimizer_class``.
 
     All else is as for :class:`ZeroRedundancyOptimizer` and its ``attach``.
@@ -303,7 +328,8 @@ def estimate(
     {'exp_avg': 500000, 'exp_avg_sq': 500000, 'step': 16}
     """
     setting = Setting(
-        attached, under_ddp, lazy_gather, reduce_dtype, parameters_as_bucket_view, backend
+        *(attached, under_ddp, lazy_gather, reduce_dtype, parameters_as_bucket_view, backend),
+        no_sync=no_sync,
     )
     subject = Subject.of(
         model_or_shapes,

@@ -7,21 +7,41 @@ callback that autograd runs when the backward that queued it is complete.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
+import operator
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import is_dense
 from onecopy.patches import AfterJoinHook
 from onecopy.reducer import Reducer
+from onecopy.torch_private import (
+    disable_dynamo,
+    divides_by_all_ranks,
+    has_comm_hook,
+    in_backward,
+    is_in_forward_of_ddp,
+    is_unfinished,
+    queue_callback,
+    restart_reducer,
+)
 from onecopy.transport import Transport, average_as_ddp
-from onecopy.watch import is_unfinished
+
+
+class Local(enum.Enum):
+    """Why ``param.grad`` is not None when a step is taken."""
+
+    NO_SYNC = enum.auto()  # the last backward was inside no_sync()
+    INSIDE_DDP = enum.auto()  # DDP, which calls the attached module, has put it there
+    NOT_IN_DDP = enum.auto()  # DDP was built when other parameters were trained
+    WRITTEN = enum.auto()  # by the user
 
 
 class Feed(Protocol):
@@ -47,13 +67,17 @@ class Feed(Protocol):
         """Feed nothing any more."""
 
     @property
+    def why_local(self) -> Local:
+        """Why a parameter has a gradient that the reducer has not taken."""
+
+    @property
     def foreign_bytes(self) -> int:
         """Gradient memory of whoever feeds."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """To be called during a backward; raises ``RuntimeError`` elsewhere."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    queue_callback(callback)
 
 
 def after_ddp(callback: Callable[[], None]) -> None:
@@ -62,13 +86,6 @@ def after_ddp(callback: Callable[[], None]) -> None:
     queues in its turn comes last."""
     at_end_of_backward(lambda: at_end_of_backward(callback))
 
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward."""
-    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
-
-
-_NO_BACKWARD = -1  # the number of autograd's current task
 
 # -------------------------------------------------------------------------- a bare module
 
@@ -92,11 +109,20 @@ class ModuleFeed:
         self._begin = begin
         self._abandon = abandon
         self._syncs = True
+        self._has_unsynced = False  # gradients of a backward inside no_sync, after the last outside
+        self._is_inside_ddp = False  # as of the last forward
         self._is_queued = False
+        self._params: Sequence[torch.Tensor] = ()
+        self._beginning = threading.RLock()  # one thread per device may see the first gradient
         self._hooked: set[int] = set()
+        self._early: list[Any] = []  # hooks on parameters that are not planned yet
         self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        for handle in self._early:
+            handle.remove()
+        self._early = []
         arrived = self._arrived  # one object for all of them
         for index, param in enumerate(params):
             if param.requires_grad and index not in self._hooked:
@@ -106,11 +132,12 @@ class ModuleFeed:
                 self._hooked.add(index)
 
     # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
-    @_disable_dynamo
+    @disable_dynamo
     def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
         if not in_backward() and self._is_open:
             self._abandon()  # the last backward has raised and never came to its end
         if torch.is_grad_enabled():
+            self._is_inside_ddp = is_in_forward_of_ddp()
             for tensor in _tensors(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     register: Any = tensor.register_hook
@@ -122,16 +149,38 @@ class ModuleFeed:
 
     def _begins(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
-            self._is_queued = True
-            at_end_of_backward(self._ended)
+            with self._beginning:
+                if not self._is_queued:  # no other thread was first
+                    at_end_of_backward(self._ended)
+                    self._is_queued = True
 
     def _arrived(self, index: int, param: torch.Tensor) -> None:
         if self._syncs:
             if not self._is_queued:
                 self._begins(param)
             if not self._reducer.is_active:
-                self._begin()
+                with self._beginning:
+                    if not self._reducer.is_active:
+                        self._has_unsynced = False
+                        self._begin()
             self._reducer.arrived(index)
+        else:
+            self._has_unsynced = True
+            if self._reducer.accumulates:
+                self._reducer.accumulate(index, param)
+
+    def _accumulates(self, index: int, param: torch.Tensor) -> None:
+        if not self._syncs:
+            self._reducer.accumulate(index, param)
+
+    def _watch_unfrozen(self) -> None:
+        """Accumulate also the gradients of parameters that were unfrozen since the last step, which
+        plans them."""
+        if len(self._hooked) < len(self._params) and self._reducer.accumulates:
+            for handle in self._early:
+                handle.remove()
+            unplanned = set(range(len(self._params))) - self._hooked
+            self._early = _hooked(self._params, unplanned, self._accumulates)
 
     def _ended(self) -> None:
         self._is_queued = False
@@ -141,6 +190,7 @@ class ModuleFeed:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        self._watch_unfrozen()
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -148,19 +198,25 @@ class ModuleFeed:
             self._syncs = before
 
     def reset(self) -> None:
-        self._is_queued = False
+        self._is_queued = self._has_unsynced = False
 
     def start_over(self) -> None:
         self._is_queued = False
+
+    @property
+    def why_local(self) -> Local:
+        if self._is_inside_ddp:
+            return Local.INSIDE_DDP
+        return Local.NO_SYNC if self._has_unsynced else Local.WRITTEN
 
     @property
     def has_raised(self) -> bool:
         return self._reducer.is_active and not in_backward()
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in [*self._handles, *self._early]:
             handle.remove()
-        self._handles = []
+        self._handles, self._early = [], []
 
     @property
     def foreign_bytes(self) -> int:
@@ -174,9 +230,24 @@ class ModuleFeed:
         return _NoFeed, ()
 
 
+def _hooked(
+    params: Sequence[torch.Tensor], indices: Iterable[int], hook: Callable[[int, Any], None]
+) -> list[Any]:
+    """Handles of hooks on those of the parameters that are trained."""
+    handles = []
+    for index in indices:
+        if params[index].requires_grad:
+            register: Any = params[index].register_post_accumulate_grad_hook
+            handles.append(register(functools.partial(hook, index)))
+    return handles
+
+
 class _NoFeed(ModuleFeed):
     def __init__(self) -> None:
         self._syncs = False
+
+    def _arrived(self, index: int, param: torch.Tensor) -> None:
+        pass
 
     @property
     def _is_open(self) -> bool:
@@ -228,7 +299,17 @@ _switches: weakref.WeakKeyDictionary[DistributedDataParallel, _Switch] = weakref
 
 def has_foreign_hook(ddp: DistributedDataParallel) -> bool:
     """Whether somebody else has registered a communication hook."""
-    return bool(getattr(ddp, "_comm_hooks", ())) and ddp not in _switches
+    return has_comm_hook(ddp) and ddp not in _switches
+
+
+def require_finalization(ddp: Any) -> None:
+    """Raise if DDP does not end a backward by itself (an option of torch 2.15 and later)."""
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise ValueError(
+            "the DDP module has require_manual_backward_finalization=True: it writes gradients "
+            "when finalize_backward() is called and not when backward ends, which is when an "
+            "attached optimizer takes them. Set it to False, or leave out attach(...)"
+        )
 
 
 def _as_laid_out(
@@ -273,10 +354,13 @@ class DDPFeed:
         self._transport = transport
         self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
+        self._accumulating: dict[int, Any] = {}  # handles of hooks, by parameter
         self._is_queued = False
         self._abandon = abandon
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
+        self._has_unsynced = False  # a forward inside no_sync came after the last backward outside
+        self._trained = [param for param in ddp.parameters() if param.requires_grad]
         self._is_in_join = weakref.WeakMethod(is_in_join)
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
         self._joining = AfterJoinHook(ddp, self._finish_joined)
@@ -285,6 +369,27 @@ class DDPFeed:
         if self.has_raised or (self._must_start_over and not in_backward()):
             self._abandon()
         self._has_ended = False
+        ddp: Any = self._of_ddp()
+        require_finalization(ddp)  # it may have been set since
+        if torch.is_grad_enabled() and not ddp.require_backward_grad_sync:
+            self._has_unsynced = True
+        if self._reducer.accumulates and len(self._accumulating) < len(self._params):
+            self._watch_no_sync()
+
+    def _watch_no_sync(self) -> None:
+        """Hook parameters that are trained and have no hook yet."""
+        for index, param in enumerate(self._params):
+            if param.requires_grad and index not in self._accumulating:
+                register: Any = param.register_post_accumulate_grad_hook
+                hook = functools.partial(self._accumulates, index)
+                self._accumulating[index] = register(hook)
+
+    def _accumulates(self, index: int, param: torch.Tensor) -> None:
+        ddp: Any = self._of_ddp()
+        # DDP averages a backward if its forward was outside of no_sync(). If that is mistaken for
+        # the contrary, nothing is lost: DDP delivers a zero, to which this is added.
+        if ddp is not None and not ddp.require_forward_param_sync:
+            self._reducer.accumulate(index, param)
 
     @property
     def has_raised(self) -> bool:
@@ -297,11 +402,14 @@ class DDPFeed:
         )
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
+        if any(map(operator.is_not, self._params, params)):
+            self._stop_watching()
         self._params = params
         self._index = {param: index for index, param in enumerate(params)}
 
     def take(self, bucket: GradBucket) -> None:
         if not self._reducer.is_active:
+            self._has_unsynced = False
             try:
                 after_ddp(self._ended)
                 self._is_queued = True
@@ -339,7 +447,7 @@ class DDPFeed:
     def _divisor(self, is_active: bool) -> int:
         """The number of ranks to average over."""
         ddp: Any = self._of_ddp()
-        if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
+        if divides_by_all_ranks(ddp):
             return self._transport.world_size
         active = torch.tensor([int(is_active)], device=self._transport.control_device)
         self._transport.total(active).wait()
@@ -357,8 +465,17 @@ class DDPFeed:
         context: contextlib.AbstractContextManager[None] = ddp.no_sync()
         return context
 
+    @property
+    def why_local(self) -> Local:
+        if self._has_unsynced:
+            return Local.NO_SYNC
+        if not any(param.requires_grad for param in self._trained):
+            return Local.NOT_IN_DDP
+        return Local.WRITTEN
+
     def reset(self) -> None:
         self._is_queued, self._has_ended = False, True
+        self._has_unsynced = False
         if self._must_start_over:
             self.start_over()
 
@@ -370,10 +487,15 @@ class DDPFeed:
         self._must_start_over = in_backward()
         ddp: Any = self._of_ddp()
         if ddp is not None and not self._must_start_over:
-            ddp._has_rebuilt_buckets = False
-            ddp.reducer._reset_state()
+            restart_reducer(ddp)
+
+    def _stop_watching(self) -> None:
+        for handle in self._accumulating.values():
+            handle.remove()
+        self._accumulating = {}
 
     def remove(self) -> None:
+        self._stop_watching()
         self._handle.remove()
         self._joining.remove()
         if self._switch.feed is self:
@@ -381,6 +503,9 @@ class DDPFeed:
 
     @property
     def foreign_bytes(self) -> int:
-        """Those of DDP's buckets, which it never gives up."""
+        """Those of DDP's buckets, which it keeps unless it allocates them for each backward (an
+        option of torch 2.15 and later)."""
+        if getattr(self._of_ddp(), "lazy_bucket_allocation", False) and not in_backward():
+            return 0
         trained = [param for param in self._params if param.requires_grad]
         return sum(param.numel() * param.element_size() for param in trained)

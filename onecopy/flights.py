@@ -91,13 +91,13 @@ class Flights:
         if lane.has_equal_slots:
             pending = transport.reduce_slots(lane.outgoing, lane.incoming)
             return Flight(lane, [lane.incoming], pending)
-        received, each = {}, lane.slot.numel()
-        for number, sender in enumerate(passage.senders):
-            received[sender] = lane.incoming[number * each : (number + 1) * each]
-        if transport.sends_one_by_one(lane.wire.device):
-            loans, pending = self._send_one_by_one(lane, received)
+        received = lane.arriving()
+        loans: Sequence[Loan] = ()
+        if lane.at_once:
+            outgoing, sizes = lane.parts_in_order()
+            pending = transport.exchange_parts(outgoing, sizes, lane.incoming)
         else:
-            loans, pending = [], self._send_at_once(lane, received)
+            loans, pending = self._send_one_by_one(lane, received)
         # Of a neighbour that sends its part, what it lends is carried elsewhere.
         of_rank: dict[int, torch.Tensor | Loan] = {loan.lender: loan for loan in loans}
         of_rank |= {**received, rank: lane.part_for(rank, lane.outgoing)}
@@ -125,12 +125,6 @@ class Flights:
             works.append(self._carry(lane, loans))
         return loans, Pending.together(works)
 
-    def _send_at_once(self, lane: Lane, received: Mapping[int, torch.Tensor]) -> Pending:
-        empty, everybody = lane.incoming[:0], range(self._transport.world_size)
-        outgoing = [lane.part_for(owner, lane.outgoing) for owner in everybody]
-        outgoing[self._transport.rank] = empty
-        return self._transport.exchange_parts(outgoing, [received.get(r, empty) for r in everybody])
-
     def _tag(self, lane: Lane) -> int:
         return self._tags_from + lane.bucket
 
@@ -146,7 +140,7 @@ class Flights:
 
         if self._carrier is None:
             self._carrier = Waiter.of(self)
-        parts = {owner: lane.part_for(owner, lane.outgoing) for owner in lane.passage.carried}
+        parts = {owner: lane.relayed_for(owner) for owner in lane.passage.carried}
         return self._transport.send_later(parts, sums, loans, self._tag(lane), self._carrier)
 
     def land(self) -> None:

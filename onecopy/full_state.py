@@ -22,11 +22,15 @@ Groups = Sequence[Mapping[str, Any]]
 class FullState:
     def __init__(self, why_not: str | None = None) -> None:
         self._state: dict[Any, Any] | None = None  # by parameter
-        self._is_new = why_not is None  # nothing has been stepped or loaded
+        # No rank has state of a step or of a load: there is nothing to gather.
+        self._is_new = why_not is None
         self._why_not = why_not or "no state dict has been consolidated"
 
-    def forget(self, why: str) -> None:
-        self._state, self._is_new, self._why_not = None, False, why
+    def forget(self, why: str, is_state_same: bool = False) -> None:
+        """``is_state_same``: no rank has other state than before, so that an optimizer that was
+        new still has nothing to gather."""
+        self._state, self._why_not = None, why
+        self._is_new = self._is_new and is_state_same
 
     def gather(
         self, transport: Transport, shards: Shards, groups: Groups, steps: int, to: int

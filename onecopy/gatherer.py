@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 
 from onecopy.buffers import FlatHomes, Staging
 from onecopy.ledger import Phase
 from onecopy.plan import Plan
+from onecopy.torch_private import disable_dynamo
 from onecopy.transfers import Journey, Lendable, Route, Site, Transfer, route_of
 from onecopy.transport import Transport
 
@@ -152,7 +152,7 @@ class Gatherer:
                 self._arrive(bucket, journey)
                 del self._launched[bucket]  # not before: a forward must not pass for lack of it
 
-    @_disable_dynamo
+    @disable_dynamo
     def _arrive(self, bucket: int, journey: Journey) -> None:
         """Called by hooks on modules, which may be compiled: this is nothing to be traced."""
         with torch.no_grad(), self._transport.ledger.waiting(Phase.GATHER, bucket):

@@ -7,17 +7,22 @@ There is one for each group of the user's, however many optimizers share it, and
 from __future__ import annotations
 
 import atexit
-import contextlib
+import hashlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onecopy.notes import store_of
+from onecopy.torch_private import (
+    is_process_group_alive,
+    make_process_group,
+    process_group_timeout,
+    store_of,
+)
 from onecopy.waiting import (
     ask,
     keep_for_ever,
@@ -67,25 +72,39 @@ def private_group(user_group: Any, greatest: Callable[[int], int]) -> Any:
         return user_group
     group = _private_groups.get(user_group)
     if group is None:
-        ranks = dist.get_process_group_ranks(user_group)
-        options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        everybody = user_group is dist.group.WORLD
         config = dist.get_backend_config(user_group)
         kinds = {entry.partition(":")[2] for entry in config.split(",")}
-        if everybody:
-            _meet(user_group)  # those of a subgroup meet when they choose its name
-        with contextlib.nullcontext() if everybody else _under_a_new_name(greatest):
-            group = dist.new_group(
-                ranks,
-                timeout=timeout(user_group),
-                backend=kinds.pop() if len(kinds) == 1 else config,
-                use_local_synchronization=not everybody,
-                group_desc="onecopy",
-                **options,
-            )
+        group = make_process_group(
+            _new_name(user_group, greatest),
+            dist.get_process_group_ranks(user_group),
+            kinds.pop() if len(kinds) == 1 else config,
+            timeout(user_group),
+        )
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
     return group
+
+
+def _new_name(user_group: Any, greatest: Callable[[int], int]) -> str:
+    """The name of a private group: the same on all members, and never used before. Collective.
+
+    Why never before: a group finds its members by keys in the store, and those of a group that was
+    destroyed stay there. Why the ranks are part of the name: groups that overlap may have the same
+    number. All ranks make the private group of the default group, so their count of those is the
+    same without being asked for.
+    """
+    if user_group is dist.group.WORLD:
+        _meet(user_group)
+        number = _worlds_used[user_group] = _worlds_used.get(user_group, 0) + 1
+        return f"onecopy_world_{number}"
+    number = _numbers_used[0] = greatest(_numbers_used[0] + 1)
+    ranks = ",".join(map(str, dist.get_process_group_ranks(user_group)))
+    digest = hashlib.sha256(ranks.encode()).hexdigest()[:16]
+    return f"onecopy_{number}_{digest}"
+
+
+_numbers_used = [0]  # the last number of a private group of a subgroup
+_worlds_used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _meet(group: Any) -> None:
@@ -126,38 +145,13 @@ def _part_with_all() -> None:
 def _destroy(reference: weakref.ref[Any]) -> None:
     """The user has destroyed a group: ours goes with it."""
     group = reference()
-    if group is not None and group in dist.distributed_c10d._world.pg_map:
+    if group is not None and is_process_group_alive(group):
         dist.destroy_process_group(group)
-
-
-_counts_used = [0]  # numbers of groups under which private groups were named
-
-
-@contextlib.contextmanager
-def _under_a_new_name(greatest: Callable[[int], int]) -> Iterator[None]:
-    """Let the group that is made in this context have the same name on all members, and a new one.
-
-    Why: only the members of a subgroup are here, so its private group is made without the others,
-    and torch names such a group by its ranks and by the number of groups that the process has. A
-    member that is in fewer groups would look for its peers under another name, until the timeout;
-    and after groups were destroyed, a name would come up again.
-    """
-    names: Any = dist.distributed_c10d._world.pg_names
-    count = _counts_used[0] = greatest(max(len(names), _counts_used[0] + 1))
-    fillers = {object(): f"onecopy {number}" for number in range(count - len(names))}
-    names.update(fillers)
-    try:
-        yield
-    finally:
-        for filler in fillers:
-            del names[filler]
 
 
 def timeout(group: Any) -> timedelta | None:
     """The group's own timeout; None, torch's default, where the backend does not tell."""
-    device = torch.device(next(iter(backends(group))))
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+    return process_group_timeout(group, torch.device(next(iter(backends(group)))))
 
 
 def backends(group: Any) -> dict[str, str]:

@@ -30,7 +30,7 @@ class Grows(Parts):
             return
         self._require_usable()
         self._transport.enter("adding a parameter group")
-        before = len(self.param_groups)
+        before, known = len(self.param_groups), len(self._roster.entries)
 
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
@@ -50,13 +50,16 @@ class Grows(Parts):
         try:
             with self._shards.all_or_nothing():
                 agree(self._transport, "adding a parameter group", prepare)
+                self._shards.look_for_modules()
+                self._shards.require_same_order("adding a parameter group", known)
         except BaseException:
             del self.param_groups[before:]
             raise
         self.defaults = self._local.defaults
         self._policies.remember_flags(self._roster.policies, self.param_groups)
-        self._full_state.forget("a parameter group was added after the last consolidation")
-        self._shards.look_for_modules()
+        self._full_state.forget(
+            "a parameter group was added after the last consolidation", is_state_same=True
+        )
         self._shards.settle()
         if self._attachment is not None:
             self._attachment.catch_up()

@@ -106,6 +106,7 @@ class Passage:
     carried: tuple[int, ...] = ()  # owners on other hosts for whom this rank adds up its host's
     direct: tuple[int, ...] = ()  # owners to whom it sends what it contributes itself
     senders: tuple[int, ...] = ()  # who send to this one
+    summed: frozenset[int] = frozenset()  # those of them that send the sum of several ranks
     # Whose contributions, or those of whose host, make up this rank's part: in the order of a sum.
     contributors: tuple[int, ...] = ()
 
@@ -115,8 +116,10 @@ class Passage:
         beside, others = hosts.others_on_host_of(rank), ranks_after(rank, hosts.world_size)
         carried = [owner for owner in hosts.carried_by(rank) if owner in lent]
         contributors: Collection[int] = range(hosts.world_size) if rank in sent else ()
+        porters: tuple[int, ...] = ()
         if rank in lent:
-            contributors = {*hosts.host_of(rank), *hosts.porters_of(rank)}
+            porters = hosts.porters_of(rank)
+            contributors = {*hosts.host_of(rank), *porters}
         reads = {r: cls._read_for(r, hosts, lent) for r in (rank, *beside)}
         in_order = [r for r in others if r in beside]
         return cls(
@@ -125,6 +128,7 @@ class Passage:
             tuple(carried) if beside else (),
             tuple(o for o in others if o in sent or (o in carried and not beside)),
             tuple(r for r in others if r in contributors and (r not in beside or rank in sent)),
+            frozenset(porter for porter in porters if hosts.others_on_host_of(porter)),
             tuple(sorted(contributors)),
         )
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.kinds import class_name, is_torchs
+from onecopy.torch_private import step_hooks
 
 
 @dataclass(slots=True)
@@ -25,8 +26,7 @@ class Inner:
         """Whether it may be stepped on a part of its parameters at a time: a class that keeps all
         its state by parameter, as torch's do. Others may count their steps."""
         optimizer = self.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return is_torchs(class_name(type(optimizer))) and not hooks
+        return is_torchs(class_name(type(optimizer))) and not any(step_hooks(optimizer))
 
     @contextlib.contextmanager
     def narrowed(self, params: Mapping[int, list[torch.Tensor]]) -> Iterator[None]:

@@ -39,14 +39,16 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """
     if isinstance(params, torch.Tensor):
         raise TypeError(
-            "params must be an iterable of tensors or of group dicts, got a single tensor: "
-            "pass [tensor]"
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
+            f"got {torch.typename(params)}: pass [tensor]"
         )
+    _require_order(params, "params")
     try:
         entries = list(params)
     except TypeError as error:
         raise TypeError(
-            f"params must be an iterable of tensors or of group dicts, got {type(params).__name__}"
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
+            f"got {type(params).__name__}"
         ) from error
     if not entries:
         raise ValueError("params is empty: there is nothing to optimize")
@@ -55,12 +57,31 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     elif all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
         groups = [{"params": entries}]
     else:
+        _require_all_names(entries)
         kinds = sorted({type(entry).__name__ for entry in entries})
         raise TypeError(
             "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
             f"got {', '.join(kinds)}"
         )
     return groups
+
+
+def _require_all_names(entries: Sequence[Any]) -> None:
+    """Raise where torch raises because of names that are missing: with its class and its words."""
+    unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
+    if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
+        raise ValueError(
+            "all optimizer params should be with/without names. Some param names are missing: "
+            f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others are "
+            "(name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
+        )
+
+
+class GroupMisfit(ValueError, KeyError):
+    """A parameter group without parameters. Torch's class raises a ``KeyError``."""
+
+    def __str__(self) -> str:  # a KeyError would print the repr
+        return str(self.args[0])
 
 
 def require_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -73,18 +94,29 @@ def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(key, str):
             raise TypeError(f"the keys of a parameter group must be text, got {shown(key)}")
     if "params" not in entry:
-        raise ValueError(f'a parameter group needs the key "params", got {sorted(entry)}')
+        raise GroupMisfit(f'a parameter group needs the key "params", got {sorted(entry)}')
     group = dict(entry)
     params = group["params"]
     if isinstance(params, torch.Tensor):
         group["params"] = [params]
-    elif not isinstance(params, set):  # torch refuses sets itself: their order changes
+    else:
+        _require_order(params, '"params" of a group')
         if not isinstance(params, Iterable):
             raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
         group["params"] = list(params)
     if "param_names" in group:
         check_names(group["param_names"], len(group["params"]))
     return group
+
+
+def _require_order(params: Any, what: str) -> None:
+    """Raise as torch does for a set inside of a group (and, since 2.14, warns for any other)."""
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering of "
+            "tensors in sets will change between runs. Please use a list instead. "
+            f"{what} is a {type(params).__name__}, and its order would differ between ranks, too"
+        )
 
 
 def _is_named(entry: Any) -> bool:

@@ -9,8 +9,10 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from onecopy.join import OptimizerJoinHook, Party, Turn, find_party, same_call
+from onecopy.notes import JOINED
 from onecopy.parts import Parts
 from onecopy.reducer import GradientsDropped
+from onecopy.torch_private import join_config, leave_join
 
 
 class Joins(Parts):
@@ -26,8 +28,8 @@ class Joins(Parts):
         return OptimizerJoinHook(self._take_part_joined, self._leave_join)
 
     def _leave_join(self) -> None:
-        """torch leaves the context switched on when it ends; every later step would pay for it."""
-        self._join_config = self._join_config._replace(enable=False)
+        """A step outside of the context must not pay for it."""
+        leave_join(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -39,13 +41,13 @@ class Joins(Parts):
 
     def _announce(self, turn: Turn) -> Party | None:
         """Tell joined ranks, if there may be any, what comes."""
-        if self._join_config.enable:
+        if join_config(self).enable:
             self._company.add_to_note(f"inside Join, before {turn.name}")
         with self._company.naming_absentees():  # also those outside of the context
             work = Join.notify_join_context(self)
         if work is not None:
             self._company.wait_for([work])
-        return find_party(self._transport, turn) if self._join_config.enable else None
+        return find_party(self._transport, turn) if join_config(self).enable else None
 
     def _take_part_joined(self) -> None:
         """What the others do, on a rank that has run out of inputs."""
@@ -55,7 +57,7 @@ class Joins(Parts):
             with contextlib.suppress(GradientsDropped):  # who has inputs is told
                 self._take_turn(party)
             # Who comes first in Join(...) calls this for every turn, others once per iteration.
-            if self._join_config.is_first_joinable or party.turn in (Turn.STEP, Turn.SKIP):
+            if join_config(self).is_first_joinable or party.turn in (Turn.STEP, Turn.SKIP):
                 return
 
     def _take_turn(self, party: Party) -> None:
@@ -68,7 +70,7 @@ class Joins(Parts):
             self._attached("join").shadow_backward(party)
         else:
             self._attached("join").judge()
-            self._company.note("looking at gradients with the others, joined")
+            self._company.note(f"looking at gradients with the others{JOINED}")
             self._follow_changes(party)
             method, *args = same_call(self._transport, party, ())
             getattr(self._attached("join"), method)(*args)

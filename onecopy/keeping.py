@@ -15,8 +15,8 @@ from onecopy.beginnings import beginnings, names_not_begun, without
 from onecopy.intake import NOT_OPTIONS, options_of
 from onecopy.loading import LoadReport
 from onecopy.loading import load as load_checkpoint
-from onecopy.naming import names_of
-from onecopy.options import options_from, require_all_in
+from onecopy.naming import describe_names, names_of
+from onecopy.options import options_from, require_all_in, require_same_groups
 from onecopy.parts import Parts
 from onecopy.pieces import MASTER
 from onecopy.plan import Plan
@@ -28,10 +28,11 @@ from onecopy.restore import (
     in_outline,
     load,
     load_masters,
-    with_lack_told,
+    with_ranks_told,
 )
 from onecopy.saving import require_name, save
 from onecopy.stateful import ShardedState
+from onecopy.torch_private import load_state_dict_hooks, state_dict_hooks
 
 logger = logging.getLogger("onecopy")
 
@@ -56,12 +57,13 @@ class KeepsState(Parts):
 
         ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
         Before the first step there is nothing to gather, unless the class makes state when it is
-        built.
+        built. A new optimizer may load a state dict without state, or gain a group, before.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+        before, after = state_dict_hooks(self)
+        for pre_hook in before.values():
             pre_hook(self)
         result = self._full_state.as_plain_dict(self.rank, self._shards, self.param_groups)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in after.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
         return result
@@ -75,7 +77,8 @@ class KeepsState(Parts):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        before, after = load_state_dict_hooks(self)
+        for pre_hook in before.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._bring_level()
@@ -83,7 +86,7 @@ class KeepsState(Parts):
         self._adopt(loadable)
         if self.world_size > 1:
             self._loaded = in_outline(loadable, self._roster.params, self._roster.names)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in after.values():
             post_hook(self)
 
     def _adopt(self, loadable: Loadable) -> None:
@@ -100,7 +103,10 @@ class KeepsState(Parts):
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
         with self._condition.loading():
             self._state_has_changed()
-            self._full_state.forget("a state dict was loaded after the last consolidation")
+            self._full_state.forget(
+                "a state dict was loaded after the last consolidation",
+                is_state_same=loadable.is_empty,  # if there was none before
+            )
             if self._plan is not plan:
                 self._shards.settle()
             load_masters(self._local, loadable)
@@ -203,6 +209,8 @@ class KeepsState(Parts):
         :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
         ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
         and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
+        Parameters must be grouped as in the checkpoint, because options belong to groups; the order
+        of groups does not matter. With ``strict=False`` groups that differ keep their options.
         Master copies that the checkpoint lacks are made from the parameters, and the report names
         them as ``rebuilt``.
 
@@ -217,7 +225,11 @@ class KeepsState(Parts):
         def prepare() -> list[str]:
             require_name(Path(path))
             names.extend(names_of(self._roster, self.param_groups, module))
-            return [f"from {path}", f"strict={strict}, key={key!r}"]
+            return [
+                f"from {path}",
+                f"strict={strict}, key={key!r}",
+                *describe_names(self._roster, names),
+            ]
 
         self._company.require_working()
         self._bring_level()
@@ -237,7 +249,7 @@ class KeepsState(Parts):
                 strict=strict,
                 key=key,
             )
-        self._finish_loading(with_lack_told(self._transport, self._local, loadable), plan)
+        self._finish_loading(with_ranks_told(self._transport, self._local, loadable), plan)
         return report
 
     def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
@@ -250,8 +262,9 @@ class KeepsState(Parts):
         tree: dict[str, Any] = {}
 
         def prepare() -> list[str]:
-            tree.update(self._portrait(module).tree())
-            return []
+            portrait = self._portrait(module)
+            tree.update(portrait.tree())
+            return describe_names(self._roster, portrait.names)
 
         agree(self._transport, "showing the state for a checkpoint", prepare)
         return tree
@@ -280,14 +293,15 @@ class KeepsState(Parts):
                 )
             portrait.require_steady_forms()
             require_all_in(portrait, groups)
+            require_same_groups(portrait, [group["params"] for group in groups])
             options.extend(options_from(portrait, groups))
             if self.world_size > 1:
                 self._roster.require_plan_fits(self._policies_with(options))
-            return []
+            return describe_names(self._roster, portrait.names)
 
         agree(self._transport, "loading a checkpoint", prepare)
         pieces, masters = portrait.pieces_from(state)
         said, _ = self._transport.minimum_and_maximum(beginnings(portrait, pieces))
         pieces = without(portrait, pieces, names_not_begun(portrait, said))
         loadable = Loadable(portrait.frozen_from(state), {}, options, pieces, masters)
-        self._adopt(with_lack_told(self._transport, self._local, loadable))
+        self._adopt(with_ranks_told(self._transport, self._local, loadable))

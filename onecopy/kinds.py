@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from onecopy.torch_private import step_hooks
 from onecopy.words import shown
 
 logger = logging.getLogger("onecopy")
@@ -355,12 +356,13 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
         function = function.__wrapped__
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        for pre_hook in optimizer._optimizer_step_pre_hooks.values():
+        before, after = step_hooks(optimizer)
+        for pre_hook in before.values():
             changed = pre_hook(optimizer, (optimizer, *args), kwargs)
             if changed is not None:
-                (_, *args), kwargs = changed  # type: ignore[assignment]
+                (_, *args), kwargs = changed
         result = function(optimizer, *args, **kwargs)
-        for post_hook in optimizer._optimizer_step_post_hooks.values():
+        for post_hook in after.values():
             post_hook(optimizer, (optimizer, *args), kwargs)
         return result
 

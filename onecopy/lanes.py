@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from onecopy.buffers import Staging, flat_range, is_dense
 from onecopy.hosts import Passage
 from onecopy.lending import SharedMemory
 from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import Piece, Plan, Segment
+from onecopy.torch_private import flatten_dense_tensors
 from onecopy.transport import Transport
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
@@ -59,7 +60,7 @@ class Stretch(NamedTuple):
             gradients[param] if param in gradients else self.target.new_zeros(shape)
             for param, shape in zip(self.params, self.shapes, strict=True)
         ]
-        flat: torch.Tensor = _flatten_dense_tensors(found)  # type: ignore[no-untyped-call]
+        flat: torch.Tensor = flatten_dense_tensors(found)
         _put(flat.view_as(self.target), share, self.target)  # else it would change its length
 
 
@@ -73,6 +74,34 @@ def _put(source: torch.Tensor, share: float, target: torch.Tensor) -> None:
         torch.mul(source, share, out=target)
 
 
+@dataclass(frozen=True, slots=True)
+class LaneStaging:
+    """The memory that buckets pass through."""
+
+    outgoing: Staging
+    incoming: Staging
+    # Sums of other hosts, and of this one for others, where they are wider than the wire.
+    incoming_sums: Staging
+    relayed: Staging
+
+    @classmethod
+    def of_depth(cls, depth: int, outgoing: Staging | None = None) -> LaneStaging:
+        return cls(outgoing or Staging(depth), *(Staging(depth) for _ in range(3)))
+
+    def nbytes(self) -> int:
+        kinds = (self.outgoing, self.incoming, self.incoming_sums, self.relayed)
+        return sum(staging.nbytes() for staging in kinds)
+
+
+class Reserved(NamedTuple):
+    """Buffers of one bucket, in the order of :meth:`Lane.reserve`."""
+
+    outgoing: torch.Tensor
+    incoming: torch.Tensor
+    incoming_sums: torch.Tensor
+    relayed: torch.Tensor
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """A bucket as it is reduced, and the gradient of what this rank owns in it."""
@@ -84,9 +113,12 @@ class Lane:
     wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
     slot: torch.Tensor  # the sum over the ranks, of what this one owns
     has_equal_slots: bool  # and the backend sums them itself
+    at_once: bool = False  # parts are exchanged in one collective, instead of messages
     holds: bool = False  # whether the slot holds a gradient
     outgoing: torch.Tensor = field(default=_EMPTY)  # staging of the whole bucket ...
     incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
+    incoming_sums: torch.Tensor = field(default=_EMPTY)  # of other hosts, if wider than the wire
+    relayed: torch.Tensor = field(default=_EMPTY)  # sums of this host for others, if wider
     passage: Passage = field(default_factory=Passage)
     memory: SharedMemory | None = None  # of the outgoing staging, if neighbours can read it
     places: tuple[Place | Stretch, ...] = ()
@@ -118,24 +150,66 @@ class Lane:
             ranges,
             wire=wire,
             slot=torch.zeros(stop - start, dtype=summed_in, device=param.device),
+            # A backend sums in the dtype of the wire. If that is narrower than the slot's, this
+            # rank adds up what the others send, as the documentation promises.
             has_equal_slots=plan.has_equal_slots(bucket)
-            and transport.reduces_equal_slots(param.device),
+            and transport.is_native(param.device)
+            and wire.itemsize >= summed_in.itemsize,
+            at_once=not transport.sends_one_by_one(param.device),
             passage=Passage.of(transport.rank, transport.hosts, lent, sent),
         )
 
     @property
-    def room(self) -> int:
-        """Elements of staging for what comes from the other ranks."""
-        mine, others = self.slot.numel(), len(self.ranges) - 1
-        return mine if self.has_equal_slots and others else mine * len(self.passage.senders)
+    def sums(self) -> torch.Tensor:
+        """An empty tensor of the dtype in which the sum of a host travels."""
+        return self.wire.to(sum_dtype(self.wire.dtype, self.slot.dtype))
 
-    def settle(
-        self, plan: Plan, params: Sequence[torch.Tensor], outgoing: Staging, incoming: Staging
-    ) -> None:
+    @property
+    def _wide_sums(self) -> frozenset[int]:
+        """The senders whose messages have another dtype than the wire."""
+        return self.passage.summed if self.sums.dtype != self.wire.dtype else frozenset()
+
+    @property
+    def room(self) -> int:
+        """Elements of staging for what comes from the other ranks in the dtype of the wire."""
+        mine, world = self.slot.numel(), len(self.ranges)
+        if self.at_once and world > 1:
+            return mine if self.has_equal_slots else mine * world
+        return mine * (len(self.passage.senders) - len(self._wide_sums))
+
+    @property
+    def room_for_sums(self) -> int:
+        """The same for sums of other hosts that are wider than the wire."""
+        return self.slot.numel() * len(self._wide_sums)
+
+    @property
+    def relayed_numel(self) -> int:
+        """Elements of staging for sums of this host that are wider than the wire."""
+        if self.sums.dtype == self.wire.dtype:
+            return 0
+        ranges = [self.ranges[owner] for owner in self.passage.carried]
+        return sum(stop - start for start, stop in ranges)
+
+    def demand(self, staging: LaneStaging) -> None:
+        """Announce what ``reserve`` will take."""
+        staging.outgoing.demand(self.bucket, self.numel, self.wire)
+        staging.incoming.demand(self.bucket, self.room, self.wire)
+        staging.incoming_sums.demand(self.bucket, self.room_for_sums, self.sums)
+        staging.relayed.demand(self.bucket, self.relayed_numel, self.sums)
+
+    def reserve(self, staging: LaneStaging) -> Reserved:
+        """Allocate staging, for which demands were made before. May fail, and changes nothing."""
+        return Reserved(
+            staging.outgoing.reserve(self.bucket, self.numel, self.wire),
+            staging.incoming.reserve(self.bucket, self.room, self.wire),
+            staging.incoming_sums.reserve(self.bucket, self.room_for_sums, self.sums),
+            staging.relayed.reserve(self.bucket, self.relayed_numel, self.sums),
+        )
+
+    def settle(self, plan: Plan, params: Sequence[torch.Tensor], staging: LaneStaging) -> None:
         """Take staging, for which demands were made before."""
-        self.outgoing = outgoing.reserve(self.bucket, self.numel, self.wire)
-        self.incoming = incoming.reserve(self.bucket, self.room, self.wire)
-        self.memory = outgoing.lender(self.bucket, self.wire)
+        self.outgoing, self.incoming, self.incoming_sums, self.relayed = self.reserve(staging)
+        self.memory = staging.outgoing.lender(self.bucket, self.wire)
         self.places = tuple(_places(plan.segments(self.bucket), params, self.outgoing))
 
     def leaves_through_memory_of(self, other: Lane) -> bool:
@@ -143,8 +217,29 @@ class Lane:
 
     def shares_staging_with(self, other: Lane) -> bool:
         """Whether they cannot be under way together."""
-        arrive_in_one_place = _are_in_one_place(self.incoming, other.incoming)
-        return self.leaves_through_memory_of(other) or arrive_in_one_place
+        return self.leaves_through_memory_of(other) or any(
+            _are_in_one_place(mine, theirs)
+            for mine, theirs in (
+                (self.incoming, other.incoming),
+                (self.incoming_sums, other.incoming_sums),
+                (self.relayed, other.relayed),
+            )
+        )
+
+    def arriving(self) -> dict[int, torch.Tensor]:
+        """Where the message of each sender is received."""
+        each, wide = self.slot.numel(), self._wide_sums
+        found, used, used_by_sums = {}, 0, 0
+        # An exchange at once has a place for every rank, this one included.
+        senders = range(len(self.ranges)) if self.at_once else self.passage.senders
+        for sender in senders:
+            if sender in wide:
+                found[sender] = self.incoming_sums[used_by_sums : used_by_sums + each]
+                used_by_sums += each
+            else:
+                found[sender] = self.incoming[used : used + each]
+                used += each
+        return found
 
     def view(self, piece: Piece, rank: int, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
         """The gradient of a piece of this rank, in the form of the inner optimizer's tensor."""
@@ -158,20 +253,47 @@ class Lane:
         for place in self.places:
             place.fill(gradients, share)
 
+    def parts_in_order(self) -> tuple[torch.Tensor, list[int]]:
+        """The outgoing parts in the order of their owners as one run, and how long each is."""
+        ranges = [(start, stop) for start, stop in self.ranges if stop > start]
+        sizes = [stop - start for start, stop in self.ranges]
+        if all(a[1] == b[0] for a, b in pairwise(ranges)):
+            start = ranges[0][0] if ranges else 0
+            return self.outgoing[start : start + sum(sizes)], sizes
+        # Parameters without elements take a place between the parts.
+        return torch.cat([self.outgoing[start:stop] for start, stop in ranges]), sizes
+
     def part_for(self, owner: int, bucket: torch.Tensor) -> torch.Tensor:
         """What belongs to an owner in anybody's staging of the bucket."""
         start, stop = self.ranges[owner]
         return bucket[start:stop]
 
+    def relayed_for(self, owner: int) -> torch.Tensor:
+        """Where the sum of this host for an owner on another one is made: in place of what this
+        rank contributes, or beside it if the sum is wider."""
+        if self.sums.dtype == self.wire.dtype:
+            return self.part_for(owner, self.outgoing)
+        at = 0
+        for each in self.passage.carried:
+            start, stop = self.ranges[each]
+            if each == owner:
+                return self.relayed[at : at + stop - start]
+            at += stop - start
+        raise AssertionError(f"nothing is relayed to rank {owner}")
+
     def add_up_for(self, owner: int, buckets: Sequence[torch.Tensor]) -> torch.Tensor:
         """What this host contributes to what an owner on another one owns: the sum over its ranks,
-        in place of what this one contributes. ``buckets``: their staging, in their order."""
-        total = self.part_for(owner, self.outgoing)
+        in ``relayed_for(owner)``. ``buckets``: their staging, in their order."""
+        total = self.relayed_for(owner)
         contributions = [self.part_for(owner, bucket) for bucket in buckets]
         for start in range(0, total.numel(), _FITS_THE_CACHE):
             parts = [each[start : start + _FITS_THE_CACHE] for each in contributions]
             target = total[start : start + _FITS_THE_CACHE]
-            if len(parts) == 2 and target.dtype.itemsize >= _WIDE:
+            if target.dtype != self.wire.dtype:
+                target.copy_(parts[0])
+                for part in parts[1:]:
+                    target.add_(part)
+            elif len(parts) == 2 and target.dtype.itemsize >= _WIDE:
                 torch.add(*parts, out=target)
             else:  # this rank's own is one of them, and narrow ones are rounded once
                 wide = parts[0].to(_summed_in(target.dtype), copy=True)
@@ -189,6 +311,23 @@ class Lane:
             parts = [each[start : start + run] for each in contributions]
             _add(self.slot[start : start + run], self.holds, *parts)
         self.holds = True
+
+
+def sum_dtype(wire: torch.dtype, slot: torch.dtype) -> torch.dtype:
+    """The dtype in which the sum of the contributions of a host travels. That of the slot, so that
+    the sum is not rounded on its way; but never wider than two contributions together.
+
+    >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.bfloat16, torch.bfloat16)
+    (torch.float32, torch.bfloat16)
+    >>> sum_dtype(torch.bfloat16, torch.float64)
+    torch.float32
+    """
+    if slot.itemsize <= wire.itemsize:
+        return wire
+    widest = 2 * wire.itemsize
+    if slot.itemsize <= widest:
+        return slot
+    return torch.float32 if widest == torch.float32.itemsize else wire
 
 
 def _summed_in(wire: torch.dtype) -> torch.dtype:

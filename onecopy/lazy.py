@@ -3,8 +3,8 @@
 Every module with parameters of its own waits, before its forward, for the buckets that they are in.
 Some parameters are used by other modules than their own (MultiheadAttention uses those of its
 ``out_proj``, whose forward is never called): the parameters of a module that was not called in the
-first forward are awaited before the forward of every module around it. Outside of training
-everything is awaited at once.
+first forward are awaited before the forward of every module around it, and so are those of modules
+that are compiled. Outside of training everything is awaited at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from onecopy.gatherer import Gatherer
 from onecopy.plan import Plan
+from onecopy.torch_private import disable_dynamo, is_compiled
 
 
 class LazyWaits:
@@ -25,8 +26,10 @@ class LazyWaits:
         self._gatherer = gatherer
         self._own: dict[torch.nn.Module, set[int]] = {}  # of each module's own parameters
         self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
-        self._fired: set[torch.nn.Module] = set()
+        self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
+        self._not_fired: set[torch.nn.Module] = set()  # the others, for ever
         self._knows = False  # which modules' forwards are called
+        self._waits = True
         self._root = module
         self._handles: list[Any] = [
             module.register_forward_hook(self._after_all, always_call=True),
@@ -54,22 +57,37 @@ class LazyWaits:
         self._fired = set()
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
+        # Why: a wait inside of compiled code breaks its graph. The module around it waits instead,
+        # unless it counts on this one, which was called uncompiled before.
+        if not self._waits or (
+            torch.compiler.is_compiling()
+            and module is not self._root
+            and (not self._knows or module in self._not_fired)
+        ):
+            return
+        self._await(module)
+
+    @disable_dynamo
+    def _await(self, module: torch.nn.Module) -> None:
         if not self._knows:
             self._fired.add(module)
         trains = self._knows and module.training and torch.is_grad_enabled()
         self._gatherer.wait(self._buckets.get(module) if trains else None)
 
+    @disable_dynamo
     def _after_all(self, *_: Any) -> None:
         if not self._knows:
-            self._knows = True
+            # A module that was not called once may be compiled: it never waits for itself.
+            self._not_fired |= self._own.keys() - self._fired
             self._buckets = {
                 module: sorted(
                     self._own[module].union(
-                        *(self._own[m] for m in module.modules() if m not in self._fired)
+                        *(self._own[m] for m in module.modules() if m in self._not_fired)
                     )
                 )
                 for module in self._own
             }
+            self._knows = True
 
     def _before_state_dict(self, *_: Any) -> None:
         self._gatherer.wait()
@@ -95,8 +113,8 @@ class _NoWaits(LazyWaits):
 
     def __init__(self) -> None:
         self._gatherer = _Nothing()
+        self._waits = False
         self._knows = True
-        self._buckets = {}
 
 
 class _Nothing(Gatherer):
@@ -108,7 +126,7 @@ class _Nothing(Gatherer):
 
 def require_hookable(module: torch.nn.Module) -> None:
     for each in module.modules():
-        if getattr(each, "_compiled_call_impl", None) is not None or hasattr(each, "_orig_mod"):
+        if is_compiled(each):
             raise ValueError(
                 "lazy_gather=True needs hooks, which compiled modules may ignore: leave it out, or "
                 "attach before torch.compile(...)"

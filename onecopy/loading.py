@@ -36,7 +36,7 @@ from onecopy.exchange import Exchange
 from onecopy.fragments import Fragment, Path_, dotted, leaves
 from onecopy.intake import GroupPolicy
 from onecopy.naming import BY_INDEX
-from onecopy.options import options_from
+from onecopy.options import SAME_GROUPS, options_from, regrouped
 from onecopy.pickles import DamagedCheckpoint
 from onecopy.portrait import MasterCopies, PieceStates, Portrait
 from onecopy.progress import Progress
@@ -48,6 +48,7 @@ from onecopy.shards import Shards
 from onecopy.transport import Transport
 
 _SHOWN = 20
+_GROUPS = "param_groups: "
 
 
 class LoadReport(NamedTuple):
@@ -101,7 +102,10 @@ def load(
                 shards.local, shards.roster, shards.plan, groups, mine, transport.rank
             )
             others = of_other_classes(portrait, saved)
-            options = options_from(portrait, saved.groups, strict, others)
+            moved = regrouped(portrait, saved.grouping or [])
+            # Those that are grouped otherwise are reported below, and refused if it is strict.
+            is_strict = strict and not moved.params
+            options = options_from(portrait, saved.groups, is_strict, others, moved.groups)
             params = zip(mine, shards.roster.params, strict=True)
             with_state = {param for name, param in params if name in saved.states}
             with_state -= _made_anew(shards, portrait, saved, reader)
@@ -114,6 +118,9 @@ def load(
             tree = with_saved_forms(portrait, tree, saved)
             found = compare(portrait, tree, saved)
             found.rebuilt = rebuilt
+            found.mismatched |= {
+                f"{_GROUPS}{name} ({where})" for name, where in moved.params.items()
+            }
             if (
                 live
                 and found.unfit
@@ -251,6 +258,8 @@ def _hint(names: Sequence[str], report: LoadReport) -> str:
             ". The checkpoint knows parameters by name, this optimizer by position only: "
             "load(path, module) tells it the names"
         )
+    if any(text.startswith(_GROUPS) for text in report.mismatched):
+        return f". Groups that differ then keep their options. {SAME_GROUPS}"
     return ""
 
 

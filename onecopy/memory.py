@@ -20,11 +20,14 @@ class MemoryReport:
     """Bytes on this rank. ``print(report)`` shows a table, ``as_dict()`` is for loggers."""
 
     parameters: int
-    gradients: int  # in `param.grad`, and if attached of this rank's pieces
+    # In `param.grad`; if attached, also of this rank's pieces, and accumulated inside no_sync().
+    gradients: int
     state: Mapping[str, int]  # of this rank's pieces, by key
     master_copies: int
     staging: int  # buffers that buckets pass through, kept between the steps
-    ddp_buckets: int  # DDP's own copy of all gradients, which it keeps when we are attached to it
+    # DDP's own copy of all gradients, which it keeps when we are attached to it. With its option
+    # lazy_bucket_allocation it has one during backward only.
+    ddp_buckets: int
 
     @property
     def total(self) -> int:
@@ -64,7 +67,7 @@ def report_on(shards: Shards, attachment: Attachment | None) -> MemoryReport:
     staging = shards.gatherer.staged_bytes
     gradients, ddp_buckets = _nbytes(p.grad for p in params if p.grad is not None), 0
     if attachment is not None:
-        gradients += attachment.reducer.roadway.slot_bytes
+        gradients += attachment.reducer.roadway.slot_bytes + attachment.reducer.accumulated_bytes
         staging += attachment.reducer.roadway.staged_bytes
         ddp_buckets = attachment.feed.foreign_bytes
     return MemoryReport(

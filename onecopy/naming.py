@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from onecopy.roster import Roster
+from onecopy.torch_private import WRAPPED_MODULES
 
 BY_INDEX = "by_index."
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def names_of(
@@ -24,7 +24,7 @@ def names_of(
 ) -> list[str]:
     """A name for every parameter, by its number in the roster."""
     if module is not None:
-        known = _names_in(module)
+        known = names_in(module)
         lost = [entry.name for entry in roster.entries if entry.param not in known]
         if lost:
             raise ValueError(
@@ -46,16 +46,25 @@ def names_of(
     return names
 
 
+def describe_names(roster: Roster, names: Sequence[str]) -> list[str]:
+    """Lines for agreement: the ranks must give the same names to the same parameters."""
+    return [
+        f"{entry.name} is called {name}" if name else f"{entry.name} is not in the module"
+        for entry, name in zip(roster.entries, names, strict=True)
+    ]
+
+
 def _given_names(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, str]:
     found: dict[torch.Tensor, str] = {}
     for group in groups:
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            parts = [part for part in name.split(".") if part not in _WRAPPERS]
+            parts = [part for part in name.split(".") if part not in WRAPPED_MODULES]
             found.setdefault(param, ".".join(parts))
     return found
 
 
-def _names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+def names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """The parameters of a module with their names."""
     found: dict[torch.Tensor, str] = {}
     for name, param in _walk(module, ""):
         found.setdefault(param, name)  # a tied weight has its first name
@@ -64,11 +73,9 @@ def _names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Like ``named_parameters``, without the wrappers in the names."""
-    for name, param in module._parameters.items():
-        if param is not None:
-            yield prefix + name, param
+    for name, param in module.named_parameters(recurse=False):
+        yield prefix + name, param
     is_ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-    for name, child in module._modules.items():
-        if child is not None:
-            is_wrapper = name in _WRAPPERS or (is_ddp and name == "module")
-            yield from _walk(child, prefix if is_wrapper else f"{prefix}{name}.")
+    for name, child in module.named_children():
+        is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
+        yield from _walk(child, prefix if is_wrapper else f"{prefix}{name}.")

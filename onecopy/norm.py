@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from onecopy.plan import Piece
+from onecopy.torch_private import foreach_copy_, foreach_norm
 from onecopy.transport import Transport
 
 
@@ -38,14 +39,35 @@ def total_norm(
     places = torch.tensor([number for number, _ in mine], dtype=torch.int64, device=device)
     values = torch.zeros(len(mine), dtype=torch.float64, device=device)
     if mine:
-        # Why abs: of complex numbers torch takes some norms with a warning.
-        sizes = [grad.abs() if grad.is_complex() else grad for _, grad in mine]
-        found = torch._foreach_norm(sizes, norm_type)
-        torch._foreach_copy_(list(values.unbind()), list(found))
+        found = _norms([grad for _, grad in mine], norm_type)
+        foreach_copy_(list(values.unbind()), found)
     combine = _extremes if math.isinf(norm_type) else _sums_of_powers
     norms = combine(transport, places, values, len(place), norm_type)
     total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if place else norms.sum()
     return total
+
+
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each tensor, of 16-bit ones in float32.
+
+    Why: the norm of a 16-bit tensor in its own dtype has three digits, and in float16 it is
+    infinite above 65,504. With pieces of a parameter on several ranks, the error would depend on
+    their number.
+    """
+    # Why abs: torch warns about some norms of complex numbers.
+    sizes = [grad.abs() if grad.is_complex() else grad for grad in gradients]
+    found: list[torch.Tensor] = [_NOT_YET] * len(sizes)
+    for is_narrow in (False, True):
+        chosen = [i for i, size in enumerate(sizes) if (size.dtype.itemsize < 4) is is_narrow]
+        if chosen:
+            dtype = torch.float32 if is_narrow else None
+            norms = foreach_norm([sizes[i] for i in chosen], norm_type, dtype)
+            for i, norm in zip(chosen, norms, strict=True):
+                found[i] = norm
+    return found
+
+
+_NOT_YET = torch.empty(0)
 
 
 def _sums_of_powers(

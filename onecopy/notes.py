@@ -5,6 +5,9 @@ every rank that waited reads the notes and raises the same error: who was where.
 same place, the notes do not tell who is missing: then the ranks on which it failed answer a roll
 call, and whoever does not is lost, or stopped, or still waits.
 
+A file store keeps everything that was ever written to it. There a rank writes a note when it raises
+and when it reports, not at every step; of the others the report says that it is not known.
+
 The process that hosts the store may be the one that is lost. If it has ended, the store says so; if
 it is stopped, or its machine is, the store says nothing at all, so a report has a deadline.
 """
@@ -13,15 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from onecopy.agreement import name_ranks
+from onecopy.torch_private import store_of
 from onecopy.waiting import NoAnswer, ask, is_silent
 
 
@@ -35,18 +40,33 @@ class Notes:
     world_size: int
     count: int = 0
     place: str = ""  # what the rank is doing
+    places: list[str] = field(default_factory=list)  # the last ones, this one included
     last: str = ""  # the same, maybe in more detail
     failure: str = ""  # why the group is of no use any more
+    writes_errors_only: bool = False  # the store would grow with every step
+    has_written_error: bool = False  # which is there until it is erased
+    clock: str = ""  # when the last note was made
 
-    def write(self, text: str, same_place: bool = False) -> None:
-        """``same_place`` only adds detail: the rank is no further than before."""
+    def write(self, text: str, same_place: bool = False, is_error: bool = False) -> None:
+        """``same_place`` only adds detail: the rank is no further than before. ``is_error``: this
+        rank raises, and others may wait for it."""
         if not same_place:
             self.count += 1
             self.place = text
+            self.places = [*self.places[1 - _REMEMBERED :], text]
         self.last = text
-        if self.world_size > 1:
-            clock = time.strftime("%H:%M:%S")
-            _tell(self.store, self._key(self.rank), f"{self.count}|{clock}|{text}")
+        self.clock = time.strftime("%H:%M:%S")
+        if self.world_size == 1:
+            return
+        if is_error or not self.writes_errors_only:
+            _tell(self.store, self._key(self.rank), self._as_text())
+            self.has_written_error = is_error
+        elif self.has_written_error:  # the rank goes on
+            _tell(self.store, self._key(self.rank), "")
+            self.has_written_error = False
+
+    def _as_text(self) -> str:
+        return json.dumps([self.count, self.clock, self.last, self.places])
 
     def building(self, is_over: bool = False) -> None:
         """An optimizer is built: tell ranks of other process groups, too, which may wait for this
@@ -57,7 +77,8 @@ class Notes:
     def take_back(self, text: str) -> None:
         """What the last note has said did not come to pass."""
         self.count -= 1
-        self.write(text, same_place=True)
+        del self.places[-1:]
+        self.write(text, same_place=True, is_error=True)
 
     def report(self, ended: Sequence[int] = ()) -> str:
         """Who is missing, and where everybody was; without a store, where this rank was, and which
@@ -81,6 +102,9 @@ class Notes:
             self.store.set(_answer_of(self.rank), "here")
             if self.store.check([_REPORT]):
                 return str(self.store.get(_REPORT).decode())
+            if self.writes_errors_only:
+                self.store.set(self._key(self.rank), self._as_text())
+                self._await_notes()
         seen = self._read()
         found = self._without_store(ended) if seen is None else self._describe(seen, ended)
         try:
@@ -92,11 +116,31 @@ class Notes:
     def _without_store(self, ended: Sequence[int]) -> str:
         if ended:
             return f"a collective failed: {name_ranks(ended)} ended. This one was last {self.last}"
-        return f"a collective failed on rank {self.rank}: {self.last}"
+        reason = "; where the others are is not known: their process group has no store"
+        is_alone = self.store is not None or self.world_size == 1
+        return f"a collective failed on rank {self.rank}: {self.last}{'' if is_alone else reason}"
+
+    def _await_notes(self) -> None:
+        """Until all ranks have written where they are, or one of them why it does not come. Those
+        that wait for a lost rank learn of it at about the same time."""
+        patience = time.monotonic() + ANSWER_WITHIN
+        while time.monotonic() < patience:
+            seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
+            told = [note for note in seen if note is not _NOT_TOLD]
+            if len(told) == len(seen):
+                return
+            if any(note.number < self.count for note in told):
+                patience = min(patience, time.monotonic() + _GRACE)
+            time.sleep(0.05)
 
     def _describe(self, seen: Sequence[_Note], ended: Sequence[int]) -> str:
+        not_told = [rank for rank, note in enumerate(seen) if note is _NOT_TOLD]
         furthest = max(note.number for note in seen)
-        missing = [rank for rank, note in enumerate(seen) if note.number < furthest]
+        missing = [
+            rank
+            for rank, note in enumerate(seen)
+            if note.number < furthest and rank not in not_told
+        ]
         places: dict[tuple[int, str], list[int]] = {}
         for rank, note in enumerate(seen):
             places.setdefault((note.number, note.text), []).append(rank)
@@ -105,17 +149,23 @@ class Notes:
             for (_, text), ranks in places.items()
         )
         strayed = [rank for rank in missing if seen[rank].is_elsewhere]
+        parted = _first_difference(seen)
+        advice = ""
         if strayed:
             who = "the ranks build optimizers for different process groups"
+        elif parted:
+            who, advice = parted, _ADVICE
         elif missing:
             who = f"{name_ranks(missing)} did not arrive"
         elif ended:
             who = f"{name_ranks(ended)} ended"
+        elif not_told:
+            who = _no_answer_from(not_told)
         elif len(places) == 1:
             who = self._call_the_roll()
         else:
             who = "the ranks are doing different things, or one was lost"
-        return f"a collective failed: {who}. Last seen:{views}"
+        return f"a collective failed: {who}. Last seen:{views}{advice}"
 
     def _call_the_roll(self) -> str:
         """Who has not come to the same end as this rank, if all were at the same place. Those that
@@ -126,7 +176,7 @@ class Notes:
             while not self.store.check(answers):
                 if time.monotonic() > patience:
                     silent = [r for r, key in enumerate(answers) if not self.store.check([key])]
-                    return f"{name_ranks(silent)} did not answer: lost, stopped, or still waiting"
+                    return _no_answer_from(silent)
                 time.sleep(0.05)
         except RuntimeError:  # it goes down with the rank that hosts it
             return "one was lost, and with it the store that would tell which"
@@ -136,7 +186,7 @@ class Notes:
         """The notes of all ranks, if the store is still there."""
         try:
             seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
-            if _NEVER_SEEN not in seen:
+            if _NEVER_SEEN not in seen and _NOT_TOLD not in seen:
                 return seen
             return [
                 self.lobby.read(rank) or note if note.number <= 1 else note
@@ -146,10 +196,12 @@ class Notes:
             return None
 
     def _read_one(self, key: str) -> _Note:
-        if not self.store.check([key]):
-            return _NEVER_SEEN
-        number, clock, text = self.store.get(key).decode().split("|", 2)
-        return _Note(int(number), text, f", since {clock}")
+        found = self.store.get(key).decode() if self.store.check([key]) else ""
+        if not found:
+            return _NOT_TOLD if self.writes_errors_only else _NEVER_SEEN
+        number, clock, text, places = json.loads(found)
+        first = number - len(places) + 1
+        return _Note(number, text, f", since {clock}", places=dict(enumerate(places, first)))
 
     def _key(self, rank: int) -> str:
         return f"onecopy/{rank}"
@@ -160,6 +212,29 @@ class _Note(NamedTuple):
     text: str
     since: str
     is_elsewhere: bool = False  # it builds an optimizer for another process group
+    places: Mapping[int, str] = {}  # what the rank did last, by the number of the note
+
+
+def _first_difference(seen: Sequence[_Note]) -> str:
+    """Where the ranks first did different things, if they did.
+
+    Why: after that the numbers of notes say nothing. A rank that has written fewer may be right.
+    """
+    known = [set(note.places) for note in seen]
+    for number in sorted(set.union(*known)):
+        ranks_at: dict[str, list[int]] = {}
+        for rank, note in enumerate(seen):
+            if number in note.places and not note.places[number].endswith(JOINED):
+                ranks_at.setdefault(note.places[number], []).append(rank)
+        if len(ranks_at) > 1:
+            # The fewest are most probably wrong; of two equally many, those that took a step.
+            (odd, ranks), *others = sorted(
+                ranks_at.items(), key=lambda at: (len(at[1]), not at[0].startswith("in step"))
+            )
+            they = name_ranks(rank for _, who in others for rank in who)
+            rest = " or ".join(f'"{place}"' for place, _ in others)
+            return f'{name_ranks(ranks)} did something else than {they} ("{odd}", not {rest})'
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +251,7 @@ class Lobby:
         members = dist.get_process_group_ranks(group)
         name = f"{group.group_name} of {name_ranks(members)} of the job"
         everybody = dist.group.WORLD
-        store = None if everybody is None else _store_for_notes(everybody)
+        store = None if everybody is None else store_of(everybody)
         return cls(store, name, members)
 
     def write(self, group: str) -> None:
@@ -214,10 +289,22 @@ def _tell(store: Any, key: str, text: str) -> None:
             store.set(key, text)
 
 
+JOINED = ", joined"  # ends the note of a rank that has no inputs left and follows the others
+_REMEMBERED = 8  # places: ranks that do different things fail before they have got so far
+_ADVICE = (
+    "\nAll ranks must call the same methods in the same order. Set ONECOPY_CHECK=step to find the "
+    "first difference at once, without waiting for a timeout"
+)
 ANSWER_WITHIN = 5.0  # seconds
+_GRACE = 0.5  # seconds that ranks get to answer once it is known who has raised
 REPORT_WITHIN = 10.0  # seconds, with the roll call
 _REPORT = "onecopy/report"
 _NEVER_SEEN = _Note(0, "never seen", "")
+_NOT_TOLD = _Note(0, "not known: with a file store ranks say where they are only if they raise", "")
+
+
+def _no_answer_from(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} did not answer: lost, stopped, or still waiting"
 
 
 def _answer_of(rank: int) -> str:
@@ -232,21 +319,14 @@ def notes_of(group: Any) -> Notes:
     notes = _notes.get(group)
     if notes is None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        notes = Notes(_store_for_notes(group), Lobby.of(group), rank, world_size)
+        store = store_of(group)
+        notes = Notes(store, Lobby.of(group), rank, world_size, writes_errors_only=_grows(store))
         _notes[group] = notes
     return notes
 
 
-def store_of(group: Any) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    # Releases before 2.7 keep the store beside the group.
-    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
-
-
-def _store_for_notes(group: Any) -> Any:
-    store = underlying = store_of(group)
-    while hasattr(underlying, "underlying_store"):
-        underlying = underlying.underlying_store
-    # A file store only ever grows.
-    return None if type(underlying).__name__ == "FileStore" else store
+def _grows(store: Any) -> bool:
+    """Whether the store keeps everything that was ever written to it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return type(store).__name__ == "FileStore"

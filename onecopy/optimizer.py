@@ -41,6 +41,7 @@ from onecopy.reporting import Reports
 from onecopy.roster import plan_to_extend
 from onecopy.shards import Shards
 from onecopy.tally import in_one_line
+from onecopy.torch_private import is_table_of_hooks, join_config
 from onecopy.tracing import Traced, Tracing
 from onecopy.transport import Transport
 from onecopy.version import __version__
@@ -146,11 +147,12 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
+        self._shards.look_for_modules()
+        self._shards.require_same_order("building the optimizer")
         self._company.count_optimizer()
         self._transport.compares_phases = self._check_steps
         self.defaults = self._local.defaults
         self._policies.remember_flags(self._roster.policies, self.param_groups)
-        self._shards.look_for_modules()
         self._shards.settle()
         traced = Traced(self.wait, self._facts)
         self._tracing = Tracing.of(self._trace_order, self.global_rank, traced)
@@ -219,6 +221,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             self._local.masters.follow_params()
             if self._check_steps:
                 self._compare_step(closure, kwargs, party)
+            self._compare_gradients()
             gradients = self._gradients(party)
             self._local.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
@@ -230,7 +233,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
         with self._company.noting_errors():
-            if self._join_config.enable:
+            if join_config(self).enable:
                 self.wait()  # DDP may send its parameters around when the context ends
         self._company.note(f"step {self._steps} finished")
         if self._tracing is not None:
@@ -250,7 +253,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             # The other ranks may wait for this one's parameters: tell them why they wait.
             refusal = self._condition.refusal
             if refusal is not None:
-                self._company.note(refusal, same_place=True)
+                self._company.note(refusal, same_place=True, is_error=True)
                 self._finish_looking()
             else:
                 self._company.take_back(f"{where} raised {type(error).__name__}: {error}")
@@ -340,7 +343,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
         left = {"step", "_shards", "_full_state", "_tracing"}
         for key, value in self.__dict__.items():
-            if key not in left and not (key.startswith("_optimizer_") and key.endswith("_hooks")):
+            if key not in left and not is_table_of_hooks(key):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         local, roster = copy.deepcopy((self._local, self._roster), memo)
         new._shards = self._shards.copied(local, roster)

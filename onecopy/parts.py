@@ -25,10 +25,11 @@ from onecopy.plan import Plan
 from onecopy.policies import Policies
 from onecopy.roster import Roster
 from onecopy.shards import Shards
+from onecopy.torch_private import AskedByGradScaler
 from onecopy.transport import Transport
 
 
-class Parts(Optimizer, Joinable):
+class Parts(AskedByGradScaler, Optimizer, Joinable):
     """Attributes and methods that more than one part uses."""
 
     process_group: Any

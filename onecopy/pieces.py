@@ -16,6 +16,7 @@ import torch
 
 from onecopy.buffers import Copies, flat_range, in_layout_of
 from onecopy.plan import Piece
+from onecopy.torch_private import version_of
 
 MASTER = "master_param"  # the key of a master copy in saved state
 
@@ -115,7 +116,7 @@ class OwnedPiece:
     @property
     def is_behind(self) -> bool:
         """Whether somebody may have written into the parameter since its master followed it."""
-        return self.followed != self.param._version
+        return self.followed != version_of(self.param)
 
     @torch.no_grad()
     def follow_param(self) -> None:
@@ -128,13 +129,13 @@ class OwnedPiece:
 
     def agrees(self) -> None:
         """The parameter is what the master says."""
-        self.followed, self.is_loaded = self.param._version, False
+        self.followed, self.is_loaded = version_of(self.param), False
 
     @torch.no_grad()
     def load_master(self, saved: torch.Tensor | None) -> None:
         """Take a copy that was loaded; None: make it anew from the parameter."""
         self.tensor.copy_(self.values() if saved is None else saved)
-        self.followed, self.is_loaded = self.param._version, True
+        self.followed, self.is_loaded = version_of(self.param), True
 
     def copied_to(self, param: torch.Tensor) -> OwnedPiece:
         """The same of a copy of the parameter: a copied view would alias nothing."""
@@ -142,7 +143,7 @@ class OwnedPiece:
         new = OwnedPiece.of(self.piece, param, self.is_cut, master_dtype)
         if self.has_master:
             new.tensor.data.copy_(self.tensor.data)
-            new.followed = None if self.is_behind else param._version
+            new.followed = None if self.is_behind else version_of(param)
             new.is_loaded = self.is_loaded
         return new
 

@@ -10,8 +10,9 @@ a *piece*. Three ranks, buckets of 12 elements, parameters a (10 elements), b (5
     slot     |0 0 0 0 1 1 1 1 2 2 2 2|0 0 0 1 1 1 2 2 2|
 
 Elementwise streams are cut anywhere, so slots are equal; only the last bucket of a stream has a
-remainder, and its extra elements go one each to the ranks that hold least so far. Whole streams
-give each tensor to one owner, by longest-processing-time packing over all of them.
+remainder, and its extra elements go one each to the ranks that hold least so far: for streams of
+one unit a cyclic run of ranks, in the order of the user's parameters. Whole streams give each
+tensor to one owner, by longest-processing-time packing over all of them.
 
 Nothing here knows of tensors or process groups. A plan stores buckets and arithmetic, never a list
 of all pieces: planning 405 billion parameters for 16,384 ranks takes O(parameters + buckets).
@@ -307,14 +308,20 @@ def _extend(plan: Plan, specs: Sequence[ParamSpec]) -> Plan:
         together.setdefault(key, []).append(spec)
 
     owners = _owners(plan, [s for key, of in together.items() if key[0] is Kind.WHOLE for s in of])
-    loads = _elementwise_loads(plan)
+    laid_out = {
+        key: _lay_out(of, Kind.ELEMENTWISE, of[0].unit)
+        for key, of in together.items()
+        if key[0] is Kind.ELEMENTWISE
+    }
+    extras = _deal_remainders(plan, laid_out.values())
     streams = list(plan.streams)
     new_buckets: list[Bucket] = []
     for key, of_stream in together.items():
         if key[0] is Kind.WHOLE:
             stream, buckets = _whole_stream(len(streams), of_stream, owners, plan.bucket_bytes)
         else:
-            stream, buckets = _cut_stream(len(streams), of_stream, plan, loads)
+            stream = laid_out[key]
+            buckets = _cut(len(streams), stream, extras[stream.params], plan)
         streams.append(stream)
         new_buckets += buckets
 
@@ -330,28 +337,39 @@ def _earliest_param(stream: Stream, bucket: Bucket) -> int:
     return min(stream.params[first:last])
 
 
-def _cut_stream(
-    number: int, specs: Sequence[ParamSpec], plan: Plan, loads: list[int]
-) -> tuple[Stream, list[Bucket]]:
-    """An elementwise stream; adds what each rank gets of it to ``loads``."""
-    world = plan.world_size
-    unit = specs[0].unit
-    stream = _lay_out(specs, Kind.ELEMENTWISE, unit)
-    if world == 1:  # nothing to gather, and a parameter keeps its identity only in one piece
-        return stream, [Bucket(number, 0, stream.stop)]
-    row = world * unit  # one unit for every rank
+def _deal_remainders(
+    plan: Plan, streams: Iterable[Stream]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The ranks whose slot in the last bucket of a stream is one unit longer, by the parameters of
+    the stream.
+
+    Streams are dealt in the order of their first parameter. The extra units of a stream go to the
+    ranks with the smallest load, the lowest first. As long as all units are of one size, that is a
+    cyclic run of ranks: the first starts at rank 0, the next where the last one ended. With units
+    of several sizes a cyclic run would give the large units to the same ranks again and again.
+    """
+    loads = _elementwise_loads(plan)
+    extras = {}
+    for stream in sorted(streams, key=lambda s: min(s.params)):
+        rest = stream.stop // stream.unit % plan.world_size
+        chosen = heapq.nsmallest(rest, range(plan.world_size), key=lambda r: (loads[r], r))
+        for rank in chosen:
+            loads[rank] += stream.unit
+        extras[stream.params] = tuple(sorted(chosen))
+    return extras
+
+
+def _cut(number: int, stream: Stream, extra: tuple[int, ...], plan: Plan) -> list[Bucket]:
+    """The buckets of an elementwise stream; ``extra``: the ranks that get one unit more."""
+    if plan.world_size == 1:  # a parameter keeps its identity only in one piece
+        return [Bucket(number, 0, stream.stop)]
+    row = plan.world_size * stream.unit  # one unit for every rank
     length = max(1, plan.bucket_bytes // (row * stream.itemsize)) * row
-    rows, rest = divmod(stream.stop, row)
-    extra = heapq.nsmallest(rest // unit, range(world), key=lambda r: (loads[r], r))
-    for rank in range(world):
-        loads[rank] += rows * unit
-    for rank in extra:
-        loads[rank] += unit
     starts = range(0, stream.stop, length)
     buckets = [Bucket(number, start, min(start + length, stream.stop)) for start in starts]
     if extra:
-        buckets[-1] = replace(buckets[-1], extra=tuple(sorted(extra)))
-    return stream, buckets
+        buckets[-1] = replace(buckets[-1], extra=extra)
+    return buckets
 
 
 def _whole_stream(
@@ -405,16 +423,12 @@ def _runs(specs: Iterable[ParamSpec], limit: int) -> Iterator[list[ParamSpec]]:
 
 
 def _elementwise_loads(plan: Plan) -> list[int]:
-    """Elements per rank in the elementwise streams so far, padding included."""
+    """Elements per rank in the remainders of elementwise streams so far, padding included."""
     loads = [0] * plan.world_size
-    everyone = 0
     for bucket in plan.buckets:
-        stream = plan.streams[bucket.stream]
-        if stream.kind is Kind.ELEMENTWISE:
-            everyone += bucket.numel // stream.unit // plan.world_size * stream.unit
-            for rank in bucket.extra:
-                loads[rank] += stream.unit
-    return [load + everyone for load in loads]
+        for rank in bucket.extra:
+            loads[rank] += plan.streams[bucket.stream].unit
+    return loads
 
 
 def _owners(plan: Plan, specs: Sequence[ParamSpec]) -> dict[int, int]:

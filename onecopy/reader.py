@@ -40,6 +40,7 @@ from onecopy.pickles import (
     as_text,
     require_harmless,
 )
+from onecopy.torch_private import REBUILD_TENSOR
 from onecopy.words import shown
 
 _LONGEST = 1000  # characters of an error of torch
@@ -110,7 +111,7 @@ _STORAGES = {
 
 class _TensorUnpickler(SafeUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        if (module, name) in REBUILD_TENSOR:
             return _Rebuilt
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]

@@ -10,8 +10,16 @@ leaves depends on the plan only: a parameter without gradient counts as zeros. W
 one anywhere is compared when backward ends, by one small all-reduce (``verdict.py``), and looked at
 when the gradients are wanted; a parameter that had none on any rank has none, as unsharded.
 
+Autograd runs one thread per device, so gradients arrive in several threads. A lock guards what
+has arrived. A thread that completes a bucket claims it before it launches it, and while one thread
+launches, no other does: buckets leave once, in the order of the plan.
+
 A gradient that comes after its bucket has left (a weight that is used in two parts of a
 checkpointed model) goes into a second round, which all ranks take if one needs it.
+
+A backward inside ``no_sync()`` sends nothing: its gradients stay in ``param.grad`` of this rank. If
+a parameter has a master copy, they are accumulated in the dtype of that copy instead, because a sum
+of many 16-bit numbers loses digits. The next backward that is averaged adds them to its own.
 
 Every backward that has begun is finished on every rank. One that raised is finished with zeros when
 the rank gives it up, and marked as given up: then all ranks drop the gradients, and are level.
@@ -19,7 +27,8 @@ the rank gives it up, and marked as given up: then all ranks drop the gradients,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -27,6 +36,7 @@ import torch
 
 from onecopy.agreement import RanksDisagree, name_ranks, require_agreement
 from onecopy.flights import Flights
+from onecopy.pieces import gradient_held_in
 from onecopy.plan import Plan
 from onecopy.roadway import Roadway, forms_of
 from onecopy.transfers import Lendable
@@ -48,7 +58,8 @@ class _Phase:
     keeps_back: bool = False  # no bucket leaves before backward has ended
     taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
     held: dict[int, torch.Tensor] = field(default_factory=dict)
-    next: int = 0  # the first bucket that has not left
+    next: int = 0  # the first bucket that nobody has claimed
+    is_launching: bool = False  # a thread launches the one before it
 
 
 class Reducer:
@@ -63,9 +74,12 @@ class Reducer:
         """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
         self._transport = transport
         self._dtypes = reduce_dtype, master_dtype
+        # Gradients of backwards inside no_sync(), by parameter, in the dtype of the master copy.
+        self._accumulated: dict[int, torch.Tensor] = {}
         self.roadway = Roadway(Plan(transport.world_size, 1))  # which nothing takes yet
         self._flights = Flights(transport)
         self._phase: _Phase | None = None
+        self._lock = threading.Lock()  # of the phase
         self._verdict: Verdict | None = None
         self._late: dict[int, torch.Tensor] = {}
         self._present: set[int] = set()
@@ -87,7 +101,7 @@ class Reducer:
             )
         kept = before.lanes
         if are_others or plan.buckets[: len(kept)] != before.plan.buckets:
-            self.drop()
+            self._drop_averaged()  # what is accumulated depends on no plan
             kept = ()
         self.roadway = Roadway.build(plan, params, self._transport, self._dtypes, kept)
 
@@ -112,6 +126,40 @@ class Reducer:
     def keeps_back(self) -> bool:
         """Whether in the backward that is under way no bucket leaves before its end."""
         return self._phase is not None and self._phase.keeps_back
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there may be parameters for which ``accumulate`` does something."""
+        return self._dtypes[1] is not None
+
+    @torch.no_grad()
+    def accumulate(self, index: int, param: torch.Tensor) -> None:
+        """The gradient of a backward inside ``no_sync()`` is in ``param.grad``. If the parameter
+        has a master copy, add it to what is accumulated in the dtype of that copy."""
+        grad, dtype = param.grad, gradient_held_in(param, self._dtypes[1])
+        if grad is None or grad.dtype.itemsize >= dtype.itemsize:
+            return
+        if grad.layout is not torch.strided:
+            return  # the next averaged backward refuses it
+        before = self._accumulated.get(index)
+        if before is None:
+            self._accumulated[index] = grad.to(dtype)
+        else:
+            self._accumulated[index] = before.to(grad.device).add_(grad)
+        param.grad = None
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Memory of what was accumulated inside ``no_sync()``, beside ``param.grad``."""
+        return sum(grad.nbytes for grad in self._accumulated.values())
+
+    def not_reduced(self) -> list[int]:
+        """The planned parameters that have a gradient of this rank alone."""
+        found = self.roadway.not_reduced()
+        if not self._accumulated:  # nearly always
+            return found
+        accumulated = self._accumulated.keys() & self.roadway.lanes_of.keys()
+        return sorted(accumulated.union(found))
 
     def catch_up(self, first: int) -> None:
         """Reduce the buckets from ``first`` on, which are new, from ``param.grad``."""
@@ -145,22 +193,45 @@ class Reducer:
         assert phase is not None
         # Nobody expects what comes a second time, nor what was unfrozen and is not planned yet,
         # which stays in ``param.grad``: see ``catch_up``.
-        numbers = phase.expected.pop(index, None)
-        if numbers is None:
-            return
-        if grad is not None:
-            phase.held[index] = grad
-        missing = phase.missing
-        for number in numbers:
-            missing[number] -= 1
-            if not missing[number] and not phase.keeps_back:
-                self._depart_complete(phase)
+        completes = False
+        with self._lock:
+            numbers = phase.expected.pop(index, None)
+            if numbers is None:
+                return
+            if grad is not None:
+                phase.held[index] = grad
+            missing = phase.missing
+            for number in numbers:
+                left = missing[number] = missing[number] - 1
+                if not left:
+                    completes = True
+        if completes and not phase.keeps_back:
+            self._depart_all(phase, only_complete=True)
 
-    def _depart_complete(self, phase: _Phase) -> None:
-        """Let the next buckets leave, as long as nothing is missing in them."""
-        missing = phase.missing
-        while phase.next < len(missing) and not missing[phase.next]:
-            self._depart(phase)
+    def _depart_all(self, phase: _Phase, only_complete: bool = False) -> None:
+        """Let the next buckets leave; ``only_complete``: as long as nothing is missing in them.
+
+        Returns if another thread launches a bucket: that one goes on with the next.
+        """
+        while (number := self._claim(phase, only_complete)) is not None:
+            try:
+                self._depart(phase, number)
+            except BaseException:
+                phase.next = number  # it has not left: to be finished by ``give_up``
+                raise
+            finally:
+                phase.is_launching = False  # last: then another thread may claim the next
+
+    def _claim(self, phase: _Phase, only_complete: bool) -> int | None:
+        """The next bucket, for this thread to launch, if there is one and nobody else launches."""
+        with self._lock:
+            number = phase.next
+            if phase.is_launching or number == len(phase.missing):
+                return None
+            if only_complete and phase.missing[number]:
+                return None
+            phase.next, phase.is_launching = number + 1, True
+            return number
 
     @torch.no_grad()
     def end(self, present: set[int] | None = None) -> None:
@@ -170,8 +241,7 @@ class Reducer:
             self.begin()
         phase = self._phase
         assert phase is not None
-        while phase.next < len(self.roadway.lanes):
-            self._depart(phase)
+        self._depart_all(phase)
         lanes_of = self.roadway.lanes_of
         if present is None:
             self._late = self._leftovers()
@@ -206,32 +276,51 @@ class Reducer:
         self._say((), (), gives_up=True)
         for index in self.roadway.not_reduced():
             self.roadway.params[index].grad = None
+        self._accumulated.clear()
 
     def _leftovers(self) -> dict[int, torch.Tensor]:
         """Gradients that came when their bucket had left."""
-        return self._take(self.roadway.not_reduced())
+        return self._take(self.not_reduced())
 
     def _take(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """What is in ``param.grad`` of these parameters, and no longer there."""
+        """What is in ``param.grad`` of these parameters or was accumulated, and no longer there."""
         params = self.roadway.params
+        if self._accumulated:
+            indices = list(indices)
         found = {i: grad for i in indices if (grad := params[i].grad) is not None}
         found = self.roadway.laid_out(found)
         for index in found:
             params[index].grad = None
+        if self._accumulated:
+            found.update(self._with_accumulated(indices, found))
         return found
 
+    def _with_accumulated(
+        self, indices: Iterable[int], gradients: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """What was accumulated for these parameters, and the gradients of this backward."""
+        found = {}
+        for index in [index for index in indices if index in self._accumulated]:
+            total, grad = self._accumulated.pop(index), gradients.get(index)
+            if grad is not None:
+                total = total.to(grad.device).add_(grad)
+            found[index] = total
+        return self.roadway.laid_out(found)
+
     @torch.no_grad()
-    def _depart(self, phase: _Phase) -> None:
-        """Let the next bucket leave."""
+    def _depart(self, phase: _Phase, number: int) -> None:
+        """Let a bucket leave. Other threads may add to the phase meanwhile, but not what this
+        bucket needs: each operation on a dict or a set is one step of the interpreter."""
         held, lanes_of = phase.held, self.roadway.lanes_of
-        lane = self.roadway.lanes[phase.next]
+        lane = self.roadway.lanes[number]
         taken = self._take(index for index in lane.params if index not in held)
+        if self._accumulated:
+            taken.update(self._with_accumulated(lane.params, held))
         held.update(taken)
         phase.taken.update(taken)
         for index in taken:
             phase.expected.pop(index, None)
         self._flights.launch(lane, held, self.share)
-        phase.next += 1
         for index in lane.params:
             if lanes_of[index][-1] <= lane.bucket:
                 held.pop(index, None)  # the last bucket that needs it has it
@@ -299,6 +388,10 @@ class Reducer:
     @torch.no_grad()
     def drop(self) -> None:
         """Forget all gradients, also those of a backward that was never finished."""
+        self._drop_averaged()
+        self._accumulated.clear()
+
+    def _drop_averaged(self) -> None:
         gave_up: list[int] = []
         if self._transport.company.refusal is None:
             if self._phase is not None:

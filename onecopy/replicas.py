@@ -10,8 +10,11 @@ from typing import NoReturn
 
 import torch
 
-from onecopy.agreement import name_ranks
+from onecopy.agreement import difference, name_ranks
+from onecopy.fingerprints import fingerprint
+from onecopy.roster import Entry, Roster
 from onecopy.transport import Transport
+from onecopy.watch import ModuleNames
 
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 _VIEW_BYTES = 200
@@ -89,6 +92,84 @@ def _views(transport: Transport, mine: str) -> dict[str, list[int]]:
 
 def _listed(views: dict[str, list[int]]) -> str:
     return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in views.items())
+
+
+# -------------------------------------------------------------------------- the order of parameters
+
+_SAME_ORDER = (
+    "These are different parameters, in one position. Pass the parameters in the same order on all "
+    "ranks; named_parameters() instead of parameters() lets the ranks compare names."
+)
+
+
+def require_same_order(
+    transport: Transport, subject: str, roster: Roster, found: ModuleNames, first: int
+) -> None:
+    """Raise on all ranks if one of them holds the parameters from ``first`` on in another order.
+    Collective, after the ranks have agreed on shapes and names that were given.
+
+    Names that modules give are compared. If they cannot be, because there is no module or because
+    the modules differ, values are: that ranks have different values is no mistake, since DDP may
+    still broadcast them; that one rank has the values of another in another order is.
+    """
+    if transport.world_size == 1:
+        return
+    entries, names = roster.entries[first:], found.of[first:]
+    mine = [_digest(names), _digest(sorted(names)), _digest(found.structure)]
+    everyone = transport.all_gather_bytes(b"".join(mine))
+    ordered, unordered, structures = (_column(everyone, number) for number in range(3))
+    unnamed = [index for index, name in enumerate(names) if not name]
+    if len(set(ordered)) > 1:
+        is_same_model = len(set(structures)) == 1 and not _is_any(transport, bool(unnamed))
+        if is_same_model or _is_permuted(ordered, unordered):
+            lines = [
+                f"{entry.name} is {name or 'not in a module'}"
+                for entry, name in zip(entries, names, strict=True)
+            ]
+            raise difference(transport, [f"{subject}{transport.whose}", *lines], _SAME_ORDER)
+        unnamed = list(range(len(entries)))
+    if unnamed:
+        _require_same_order_of_values(transport, subject, [entries[i] for i in unnamed])
+
+
+def _require_same_order_of_values(
+    transport: Transport, subject: str, entries: Sequence[Entry]
+) -> None:
+    values = [_value(entry.param) for entry in entries]
+    everyone = transport.all_gather_bytes(_digest(values) + _digest(sorted(values)))
+    if _is_permuted(_column(everyone, 0), _column(everyone, 1)):
+        lines = [
+            f"{entry.name} has the values {value}"
+            for entry, value in zip(entries, values, strict=True)
+        ]
+        raise difference(transport, [f"{subject}{transport.whose}", *lines], _SAME_ORDER)
+
+
+def _is_permuted(ordered: Sequence[bytes], unordered: Sequence[bytes]) -> bool:
+    """Whether two ranks have the same in another order."""
+    return len(set(zip(ordered, unordered, strict=True))) > len(set(unordered))
+
+
+def _is_any(transport: Transport, mine: bool) -> bool:
+    return any(map(any, transport.all_gather_bytes(bytes([mine]))))
+
+
+def _value(param: torch.Tensor) -> str:
+    """The beginning of a parameter, and a fingerprint of all of it."""
+    memory = param.detach()
+    try:
+        first = memory[(0,) * memory.dim()].item()
+        return f"[{first:.4g}, ...], fingerprint {int(fingerprint(memory)) % (1 << 64):016x}"
+    except Exception:  # it has no elements, or none that can be read, on all ranks alike
+        return "[]"
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).digest()
+
+
+def _column(messages: Sequence[bytes], number: int) -> list[bytes]:
+    return [message[32 * number : 32 * (number + 1)] for message in messages]
 
 
 def _number(text: str) -> int:

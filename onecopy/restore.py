@@ -38,7 +38,13 @@ class Loadable:
     pieces: Mapping[torch.Tensor, Mapping[str, Any]] = field(default_factory=dict)
     masters: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # likewise
     lacks_masters: bool = False  # with some of the state that is cut, on any rank
+    has_pieces: bool = False  # there is state that is cut, on any rank
     group_of: Mapping[torch.Tensor, int] = field(default_factory=dict)  # of whole parameters
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank loads any state. Options may be loaded."""
+        return not (self.states or self.common or self.pieces or self.has_pieces)
 
 
 class StateDictMisfit(ValueError, KeyError, IndexError):
@@ -304,17 +310,20 @@ def compare_masters(
     return MasterReport(lacking, unused)
 
 
-def with_lack_told(transport: Transport, local: LocalOptimizer, loadable: Loadable) -> Loadable:
-    """With the knowledge of all ranks of which master copies there are. Collective."""
+def with_ranks_told(transport: Transport, local: LocalOptimizer, loadable: Loadable) -> Loadable:
+    """With the knowledge of all ranks of which master copies and which state there are.
+    Collective."""
     lacks = any(
         owned.has_master
         and loadable.pieces.get(owned.tensor)
         and owned.tensor not in loadable.masters
         for owned in local.pieces
     )
-    told = torch.tensor([int(lacks)], device=transport.control_device)
+    mine = [int(lacks), int(bool(loadable.pieces))]
+    told = torch.tensor(mine, device=transport.control_device)
     transport.maximum(told).wait()
-    return replace(loadable, lacks_masters=bool(told))
+    lacks_masters, has_pieces = map(bool, told.tolist())
+    return replace(loadable, lacks_masters=lacks_masters, has_pieces=has_pieces)
 
 
 def load_masters(local: LocalOptimizer, loadable: Loadable) -> None:

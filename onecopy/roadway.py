@@ -17,7 +17,7 @@ import torch
 
 from onecopy.buffers import Staging, in_layout_of, is_dense, one_of_each
 from onecopy.gatherer import IN_FLIGHT, LENT
-from onecopy.lanes import Lane
+from onecopy.lanes import Lane, LaneStaging
 from onecopy.plan import Plan
 from onecopy.transfers import Lendable
 from onecopy.transport import Transport
@@ -42,8 +42,7 @@ class Roadway:
     are_dense: Sequence[bool] = ()  # by parameter
     # For each piece of this rank in a bucket: its parameter, and where its gradient is.
     views: Sequence[Sequence[tuple[int, torch.Tensor]]] = ()
-    outgoing: Staging = field(default_factory=lambda: Staging(IN_FLIGHT))
-    incoming: Staging = field(default_factory=lambda: Staging(IN_FLIGHT))
+    staging: LaneStaging = field(default_factory=lambda: LaneStaging.of_depth(IN_FLIGHT))
 
     @classmethod
     def build(
@@ -59,16 +58,14 @@ class Roadway:
         new = range(len(kept), len(plan.buckets))
         lanes = [*kept, *(Lane.of(plan, bucket, params, transport, *dtypes) for bucket in new)]
         transport.neighbours.forget()
-        outgoing, incoming = _outgoing_staging(transport), Staging(IN_FLIGHT)
+        staging = LaneStaging.of_depth(IN_FLIGHT, _outgoing_staging(transport))
         for lane in lanes:
-            outgoing.demand(lane.bucket, lane.numel, lane.wire)
-            incoming.demand(lane.bucket, lane.room, lane.wire)
+            lane.demand(staging)
         for lane in lanes:  # may fail: nothing has been changed yet
-            outgoing.reserve(lane.bucket, lane.numel, lane.wire)
-            incoming.reserve(lane.bucket, lane.room, lane.wire)
+            lane.reserve(staging)
         lanes_of: dict[int, tuple[int, ...]] = {}
         for number, lane in enumerate(lanes):
-            lane.settle(plan, params, outgoing, incoming)
+            lane.settle(plan, params, staging)
             alone = (number,)  # the same for nearly all
             for index in lane.params:
                 lanes_of[index] = (*lanes_of[index], number) if index in lanes_of else alone
@@ -80,8 +77,7 @@ class Roadway:
             lanes_of,
             are_dense=list(map(is_dense, params)),
             views=[_views_in(lane, plan, params, transport.rank) for lane in lanes],
-            outgoing=outgoing,
-            incoming=incoming,
+            staging=staging,
         )
 
     def laid_out(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -126,7 +122,7 @@ class Roadway:
     @property
     def staged_bytes(self) -> int:
         """Memory that buckets pass through; it is kept between the steps."""
-        return self.outgoing.nbytes() + self.incoming.nbytes()
+        return self.staging.nbytes()
 
 
 def _outgoing_staging(transport: Transport) -> Staging:

@@ -43,6 +43,9 @@ class SavedState:
     # Likewise: parameters that had no state because they were frozen, and everybody's class.
     frozen: set[str] | None = None
     classes: Mapping[str, str] = field(default_factory=dict)
+    # The names in each group. None if the checkpoint is flattened and does not tell: then every
+    # parameter has options of its own.
+    grouping: Sequence[Sequence[str]] | None = None
 
 
 class _Section(NamedTuple):
@@ -88,8 +91,10 @@ def find_state(
         elif section.title == MARK and isinstance(entry, ValueEntry):
             mark = _checked_mark(reader.value(entry, full))
             _require_digest(contents, full, mark)
+    is_flat = any(section.title == "param_groups" and section.flat for section in sections.values())
+    grouping = mark.get("groups") if is_flat else [group["params"] for group in groups]
     if not mark:
-        return SavedState(states, groups, by_position)
+        return SavedState(states, groups, by_position, grouping=grouping)
     return SavedState(
         states,
         groups,
@@ -97,6 +102,7 @@ def find_state(
         set(mark["not_begun"]),
         set(mark["frozen"]),
         {name: cls for cls, names in mark["classes"].items() for name in names},
+        grouping,
     )
 
 
@@ -105,6 +111,8 @@ def _checked_mark(mark: Any) -> Mapping[str, Any]:
     lists = [mark.get("not_begun"), mark.get("frozen")] if isinstance(mark, dict) else [None]
     classes = mark.get("classes") if isinstance(mark, dict) else None
     lists += list(classes.values()) if isinstance(classes, dict) else [None]
+    groups = mark.get("groups", []) if isinstance(mark, dict) else None  # older ones have none
+    lists += groups if isinstance(groups, list) else [None]
     for names in lists:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DamagedCheckpoint("the metadata is not what was written: its mark is no mark")

@@ -27,7 +27,7 @@ from onecopy.archive import Place, TensorEntry, parse_metadata, read_metadata
 from onecopy.beginnings import not_begun
 from onecopy.fragments import Fragment, Path_, leaves
 from onecopy.kinds import class_name
-from onecopy.naming import BY_INDEX
+from onecopy.naming import BY_INDEX, describe_names
 from onecopy.pickles import DamagedCheckpoint
 from onecopy.portrait import Portrait
 from onecopy.progress import Progress
@@ -59,7 +59,12 @@ def save(
                 directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_writer(directory))
                 _require_replaceable(directory, portrait.names)
-            return [f"to {directory}", f"flattened: {flatten}", f"plan {portrait.plan.digest}"]
+            return [
+                f"to {directory}",
+                f"flattened: {flatten}",
+                f"plan {portrait.plan.digest}",
+                *describe_names(portrait.roster, portrait.names),
+            ]
 
         agree(transport, "saving a checkpoint", prepare)
         assert portrait is not None
@@ -203,6 +208,7 @@ def _mark(portrait: Portrait, without_state: list[str], written: list[Written]) 
         "version": __version__,
         "names": "positions" if portrait.names[0].startswith(BY_INDEX) else "names",
         "classes": classes_of(portrait),
+        "groups": [portrait.names_in(number) for number in range(len(portrait.groups))],
         "frozen": [portrait.names[index] for index in portrait.roster.unplanned(portrait.plan)],
         "not_begun": without_state,
         "digest": digest((e.path, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),

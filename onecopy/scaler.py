@@ -6,33 +6,26 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.amp import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
+from onecopy.torch_private import GradScalerBase
 
-class GradScaler(TorchGradScaler):
+
+class GradScaler(GradScalerBase):
     """``torch.amp.GradScaler`` that also serves an optimizer in attached mode.
 
     An infinity or NaN in any rank's share makes all ranks skip the step and lower the scale. A step
     that is skipped leaves no gradients behind.
     """
 
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        attachment: Any = getattr(optimizer, "_attachment", None)
-        if attachment is None:
-            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
-                optimizer, inv_scale, found_inf, allow_fp16
-            )
-            return found
-        attached: Any = optimizer
-        verdict = attached._unscale(inv_scale, allow_fp16).to(found_inf)
-        return {found_inf.device: torch.maximum(found_inf, verdict)}
+    def unscaled(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, allow_fp16: bool
+    ) -> torch.Tensor | None:
+        ours: Any = optimizer
+        if getattr(optimizer, "_attachment", None) is None:
+            return None
+        found: torch.Tensor = ours._unscale(inv_scale, allow_fp16)
+        return found
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""

@@ -20,6 +20,7 @@ from onecopy.gatherer import Gatherer, Lender
 from onecopy.intake import GroupPolicy
 from onecopy.local import GradientsOf, LocalOptimizer
 from onecopy.plan import Plan
+from onecopy.replicas import require_same_order
 from onecopy.roster import Roster
 from onecopy.sentry import Sentry
 from onecopy.transport import Transport
@@ -60,11 +61,13 @@ class Shards:
     def all_or_nothing(self) -> Iterator[None]:
         """If the block raises, roster, plan, pieces and state are as before."""
         roster, plan, confirmed = self.roster, self.plan, self.is_confirmed
+        in_modules = self._in_modules
         undo_local = self.local.snapshot()
         try:
             yield
         except BaseException:  # an interrupted load, too, leaves everything as it was
             self.roster, self.plan, self.is_confirmed = roster, plan, confirmed
+            self._in_modules = in_modules
             undo_local()
             raise
 
@@ -137,7 +140,27 @@ class Shards:
         """Find out which modules use the parameters, to notice when they no longer do."""
         self._in_modules = HomeWatch(self.roster.entries)
 
+    def require_same_order(self, subject: str, first: int = 0) -> None:
+        """Raise on all ranks if their parameters from ``first`` on are in different orders.
+        Collective."""
+        names = self._in_modules.names
+        require_same_order(self._transport, subject, self.roster, names, first)
+
+    def name_in_module(self, index: int) -> str:
+        """The name of a parameter, with that which its module gives it, if it has no other."""
+        title, name = self.roster.names[index], self._in_modules.names.of[index]
+        return f"{title} ({name})" if name and "(" not in title else title
+
     # ------------------------------------------------------------------ every step
+
+    def require_same_form(self) -> None:
+        """Raise if a parameter was converted since it was planned and cannot be followed."""
+        if (
+            self._transport.world_size > 1
+            or self._homes is not None
+            or self.local.master_dtype is not None
+        ):
+            self._memory.require_same_form()
 
     def require_untouched(self, groups: Groups) -> None:
         """Raise if the user has changed what cannot be followed."""
@@ -162,12 +185,7 @@ class Shards:
     def follow_memory(self) -> None:
         """Parameters that were given new memory keep their pieces, if they look the same."""
         if self._memory.has_moved():
-            if (
-                self._transport.world_size > 1
-                or self._homes is not None
-                or self.local.master_dtype is not None
-            ):
-                self._memory.require_same_form()
+            self.require_same_form()
             self.settle()
         elif not self.gatherer.is_prepared:  # that has failed, or the optimizer was detached
             self.settle()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.timeline import Timeline, flights
+from onecopy.torch_private import is_profiling
 
 logger = logging.getLogger("onecopy")
 
@@ -110,7 +111,7 @@ class Tracing:
             self.finish()
 
     def _start(self) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:
+        if is_profiling():
             logger.warning("%s has no effect: a profiler is running already", DIRECTORY)
             return
         activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]

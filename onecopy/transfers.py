@@ -178,7 +178,7 @@ class Lendable(NamedTuple):
 def route_of(site: Site) -> Route:
     device = site.memory[next(site.plan.segments(site.bucket)).param].device
     kind = site.plan.streams[site.plan.buckets[site.bucket].stream].kind
-    if kind is Kind.ELEMENTWISE and site.transport.gathers_equal_slots(device):
+    if kind is Kind.ELEMENTWISE and site.transport.is_native(device):
         return _SlotsRoute(site) if site.plan.has_equal_slots(site.bucket) else _PaddedRoute(site)
     return _PartsRoute(site)
 

@@ -7,8 +7,9 @@ plan only; messages from one rank to another have tags, and other threads may la
 function takes prepared contiguous tensors and returns a :class:`Pending`.
 
 Primitives per backend. On gloo the owner sends to everybody, in place and in both directions of the
-wire at once, and ranks on the same host read in one another's memory; other backends
-have a good ``all_gather`` for equal slots, and broadcasts for the rest.
+wire at once, and ranks on the same host read in one another's memory. Other backends are *native*:
+``all_gather`` and ``reduce_scatter`` for equal slots, broadcasts and ``all_to_all_single`` for the
+rest. With ``ONECOPY_COMM=c10d`` gloo is native, too, so that tests run what NCCL runs.
 
 Whatever waits for other ranks does so in the company of the group (``company.py``), which says on
 all ranks who was where if one does not come.
@@ -19,14 +20,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from onecopy.agreement import RanksDisagree, require_agreement
+from onecopy.checks import forces_c10d
 from onecopy.company import Company
 from onecopy.groups import backends, checked_group
 from onecopy.hosts import Hosts, ranks_after
@@ -73,6 +77,7 @@ class Transport:
         self.rank, self.world_size = self.company.rank, self.company.world_size
         self._group = self.company.group
         self._global_ranks = dist.get_process_group_ranks(self._group)
+        self._is_native_everywhere = self._agree_on_c10d()
         self.company.meet(self._find_neighbours())
         weakref.finalize(self, self.neighbours.forget)
 
@@ -85,6 +90,18 @@ class Transport:
         else:
             work.wait()
         return int(number)
+
+    def _agree_on_c10d(self) -> bool:
+        """Whether ONECOPY_COMM forces native collectives: the same on all ranks, which would wait
+        for each other in different collectives otherwise. So this comes before all others."""
+        asked = os.environ.get("ONECOPY_COMM", "")
+        chosen = f"ONECOPY_COMM={asked or 'auto'}"
+        try:
+            require_agreement(self, "choosing how to communicate", [chosen])
+            return forces_c10d(os.environ)
+        except ValueError:
+            self.company.meet(self.company.neighbours)  # no optimizer is being built any more
+            raise
 
     @property
     def whose(self) -> str:
@@ -115,7 +132,7 @@ class Transport:
         return self.company.neighbours
 
     def _find_neighbours(self) -> Neighbourhood:
-        if self.world_size == 1 or self._backends.get("cpu") != "gloo":
+        if self.world_size == 1 or self.is_native(torch.device("cpu")):
             return Neighbourhood(self.rank, Hosts.apart(self.world_size))
         known = _neighbourhoods.get(self.user_group)
         if known is None:
@@ -125,7 +142,7 @@ class Transport:
 
     def lends(self, numbytes: int, device: torch.device) -> bool:
         """Whether neighbours read so many bytes in place instead of receiving them."""
-        return device.type == "cpu" and worth_lending(numbytes)
+        return self.sends_one_by_one(device) and worth_lending(numbytes)
 
     def memory_to_lend(self, numbytes: int) -> SharedMemory:
         return SharedMemory(numbytes, self.world_size)
@@ -171,11 +188,19 @@ class Transport:
         deliver = functools.partial(_deliver, works, self.neighbours, letters, self.company)
         return Pending(self.company, (), [parts, memory], errands=[self._carrier.send(deliver)])
 
-    # ------------------------------------------------------------------ parameters
+    # ------------------------------------------------------------------ the way for a device
 
-    def gathers_equal_slots(self, device: torch.device) -> bool:
-        """Whether the backend's all_gather is the best way to move equal slots."""
-        return self._backends.get(device.type) != "gloo"
+    def is_native(self, device: torch.device) -> bool:
+        """Whether all_gather and reduce_scatter of the backend move equal slots."""
+        return self._is_native_everywhere or self._backends.get(device.type) != "gloo"
+
+    def sends_one_by_one(self, device: torch.device) -> bool:
+        """Whether ranks send to one another, each when it likes; otherwise all take part at once.
+        Both directions of the wire are used then, as in no collective of gloo. Only from the CPU:
+        gloo sends nothing else."""
+        return device.type == "cpu" and not self.is_native(device)
+
+    # ------------------------------------------------------------------ parameters
 
     def all_gather_slots(self, buffer: torch.Tensor) -> Pending:
         """``buffer`` is W equal slots; fill all from their owners, in place."""
@@ -194,12 +219,11 @@ class Transport:
                 owner, tensor, receivers = part
                 if owner == self.rank:
                     self.traffic.add(tensor, len(self.others if receivers is None else receivers))
-                # gloo sends from the CPU only; its broadcasts take tensors from anywhere.
-                if tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo":
+                if self.sends_one_by_one(tensor.device):
                     works += self._launch(part)
                 else:
-                    source = self._global_ranks[owner]
-                    works.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
+                    source, real = self._global_ranks[owner], _as_real(tensor)
+                    works.append(dist.broadcast(real, source, group=self._group, async_op=True))
         return Pending(self.company, works, parts)
 
     def _launch(self, part: Part) -> list[Any]:
@@ -229,33 +253,38 @@ class Transport:
 
     # ------------------------------------------------------------------ gradients
 
-    def reduces_equal_slots(self, device: torch.device) -> bool:
-        """Whether the backend's reduce_scatter is the best way to sum equal slots."""
-        return self._backends.get(device.type) != "gloo"
-
     def reduce_slots(self, buffer: torch.Tensor, mine: torch.Tensor) -> Pending:
         """``buffer`` is W equal slots; ``mine`` becomes the sum of this rank's over all ranks."""
         self.traffic.add(mine, self.world_size - 1)
         with self.company.naming_absentees():
-            work = _reduce_scatter_single(mine, buffer, group=self._group, async_op=True)
+            tensors = _as_real(mine), _as_real(buffer)
+            work = _reduce_scatter_single(*tensors, group=self._group, async_op=True)
         return Pending(self.company, [work], [buffer, mine])
 
-    def sends_one_by_one(self, device: torch.device) -> bool:
-        """Whether ranks send to one another, each when it likes; otherwise all take part at once.
-        Both directions of the wire are used then, as in no collective of gloo."""
-        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
-
     def exchange_parts(
-        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+        self, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
     ) -> Pending:
-        """``outgoing[r]`` goes to rank r, and ``incoming[r]`` comes from it; one's own stay. On all
-        ranks at once."""
-        for rank in self.others:
-            self.traffic.add(outgoing[rank])
+        """``outgoing`` is a part for each rank, of ``sizes[r]`` elements, in the order of the
+        ranks; ``incoming`` becomes what each rank has for this one, in the same order. On all ranks
+        at once.
+
+        The part for this rank is copied, too: without it the others would not be one run.
+        """
+        mine = sizes[self.rank]
+        assert incoming.numel() == mine * self.world_size
+        for start, rank in zip(accumulate(sizes, initial=0), range(self.world_size), strict=False):
+            if rank != self.rank:
+                self.traffic.add(outgoing[start : start + sizes[rank]])
         with self.company.naming_absentees():
-            lists = list(incoming), list(outgoing)
-            work = dist.all_to_all(*lists, group=self._group, async_op=True)
-        return Pending(self.company, [work], [*outgoing, *incoming])
+            work = dist.all_to_all_single(
+                incoming,
+                outgoing,
+                [mine] * self.world_size,
+                list(sizes),
+                group=self._group,
+                async_op=True,
+            )
+        return Pending(self.company, [work], [outgoing, incoming])
 
     def nothing(self) -> Pending:
         """Communication that has already happened."""
@@ -408,6 +437,11 @@ def average_as_ddp(buffer: torch.Tensor, group: Any) -> torch.futures.Future[tor
 
 def _first(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return done.value()[0]
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, which every backend and every release of torch can carry."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def tensor_from_bytes(payload: bytes) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import one_of_each
+from onecopy.naming import names_in
 from onecopy.roster import Entry
+from onecopy.torch_private import is_unfinished, own_parameters
 
 _address: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
 _stride: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
@@ -52,7 +55,7 @@ class MemoryWatch:
         )
 
     def require_same_form(self) -> None:
-        """Raise if anything but the address of a parameter has changed."""
+        """Raise if anything but the address of a parameter has changed, as its dtype."""
         for entry, form in self._forms:
             if _form(entry.param) != form:
                 raise RuntimeError(
@@ -86,6 +89,7 @@ class HomeWatch:
         ours = {id(entry.param): entry for entry in entries}
         self._gone: list[Any] = []  # references to modules that have died
         modules = list(_all_modules()) if ours else []
+        self.names = find_names([entry.param for entry in entries], modules)
         self._arrange(
             Home(weakref.ref(module, self._gone.append), parameters, name, ours[id(param)])
             for module, parameters in modules
@@ -148,20 +152,95 @@ class HomeWatch:
             )
 
 
-def is_unfinished(ddp: DistributedDataParallel) -> bool:
-    """Whether gradients have come to DDP whose backward has not come to its end."""
-    check: Any = ddp._check_reducer_finalized
-    try:
-        check()
-    except RuntimeError:
-        return True
-    return False
+class ModuleNames(NamedTuple):
+    """The names that modules give to parameters."""
+
+    of: tuple[str, ...]  # by parameter; empty if no module names it, or two name it differently
+    structure: tuple[str, ...]  # the names of all parameters of these modules
+
+
+def find_names(
+    params: Sequence[torch.Tensor],
+    modules: Sequence[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]],
+) -> ModuleNames:
+    """Names for the parameters, relative to the innermost module that holds most of them.
+
+    Why the innermost: a wrapper around the model, which may exist on one rank only, must not change
+    the names. Parameters of several models get the class of theirs as a prefix.
+    """
+    masks, holders = _coverage(params, modules)
+    found = [""] * len(params)
+    structure: list[str] = []
+    left = (1 << len(params)) - 1
+    roots: list[tuple[torch.nn.Module, list[int]]] = []
+    for mask in sorted(holders, key=lambda mask: (-mask.bit_count(), mask)):
+        if not left:
+            break
+        new = mask & left
+        if not new:
+            continue
+        inner = [module for module in holders[mask] if not _has_child_with(mask, module, masks)]
+        indices = [index for index, bit in enumerate(reversed(f"{new:b}")) if bit == "1"]
+        left &= ~mask
+        try:
+            namings = [names_in(module) for module in inner]
+        except RecursionError:  # a module that contains itself
+            continue
+        ways = {tuple(naming.get(params[index], "") for index in indices) for naming in namings}
+        if len(ways) != 1:
+            continue
+        (names,) = ways
+        roots.append((inner[0], indices))
+        for index, name in zip(indices, names, strict=True):
+            found[index] = name
+        structure += sorted(namings[0].values())
+    if len(roots) > 1:
+        for module, indices in roots:
+            for index in indices:
+                found[index] = found[index] and f"{type(module).__name__}.{found[index]}"
+    counts = Counter(found)
+    return ModuleNames(tuple(name if counts[name] == 1 else "" for name in found), tuple(structure))
+
+
+def _coverage(
+    params: Sequence[torch.Tensor],
+    modules: Sequence[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]],
+) -> tuple[dict[int, int], dict[int, list[torch.nn.Module]]]:
+    """Which of the parameters each module holds, itself or in its children: a bit mask, by the id
+    of the module; and the modules by mask."""
+    bits = {id(param): 1 << index for index, param in enumerate(params)}
+    parents: dict[int, list[torch.nn.Module]] = {}
+    for module, _ in modules:
+        for child in module.children():
+            parents.setdefault(id(child), []).append(module)
+    masks: dict[int, int] = {}
+    by_id: dict[int, torch.nn.Module] = {}
+    for home, parameters in modules:
+        mask = 0
+        for param in parameters.values():
+            mask |= bits.get(id(param), 0)
+        above = [home] if mask else []
+        while above:
+            module = above.pop()
+            before = masks.get(id(module), 0)
+            if before | mask != before:
+                masks[id(module)] = before | mask
+                by_id[id(module)] = module
+                above += parents.get(id(module), ())
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for key, mask in masks.items():
+        holders.setdefault(mask, []).append(by_id[key])
+    return masks, holders
+
+
+def _has_child_with(mask: int, module: torch.nn.Module, masks: dict[int, int]) -> bool:
+    return any(masks.get(id(child)) == mask for child in module.children())
 
 
 def _all_modules() -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]]:
     """All modules that are alive, with the parameters of each itself."""
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
-            parameters = obj.__dict__.get("_parameters")
-            if isinstance(parameters, dict):  # that of a TorchScript module is in C++
+            parameters = own_parameters(obj)
+            if parameters is not None:
                 yield obj, parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import io
 import os
 import pickle
 import sys
@@ -19,6 +20,7 @@ import torch
 from onecopy.archive import METADATA, Place
 from onecopy.buffers import is_dense
 from onecopy.direct import DirectFile
+from onecopy.torch_private import storage_info
 from onecopy.zipped import WRITTEN_HERE, ZipEntry, describe_tensor, zip_directory
 
 _ZIP_LIMIT = 2**32 - 2**20  # beyond, a zip archive needs longer fields
@@ -127,7 +129,7 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 def write_metadata(directory: Path, entries: Iterable[Written]) -> None:
     """Make what was written the contents of the directory, in one instant."""
-    data = pickle.dumps(_as_torch_metadata(entries))
+    data = _pickled(_as_torch_metadata(entries))
     draft = directory / f"{METADATA}.draft"
     try:
         draft.unlink(missing_ok=True)  # of a save that was killed
@@ -155,16 +157,34 @@ def sync_directory(directory: Path) -> None:
             os.close(handle)
 
 
+class _MetadataPickler(pickle.Pickler):
+    """Writes what every release of torch reads."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Why: since torch 2.15 it has a sixth field, the strides, and older releases read five.
+        if type(obj).__name__ == "TensorProperties":
+            make, arguments, state, *_ = obj.__reduce_ex__(self._PROTOCOL)
+            return make, arguments, state[:5]
+        return NotImplemented
+
+    _PROTOCOL = 4
+
+
+def _pickled(metadata: Any) -> bytes:
+    file = io.BytesIO()
+    _MetadataPickler(file, protocol=_MetadataPickler._PROTOCOL).dump(metadata)
+    return file.getvalue()
+
+
 def _as_torch_metadata(entries: Iterable[Written]) -> Any:
     # Here, because it brings half of torch.distributed, which training does not need.
     from torch.distributed.checkpoint import metadata
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     described: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     paths: dict[str, Any] = {}
     for key, path, place, dtype, shape, offsets, sizes in entries:
-        info = _StorageInfo(place.file, place.offset, place.length)
+        info = storage_info(place.file, place.offset, place.length)
         paths[key] = path
         if not dtype:
             described[key] = metadata.BytesStorageMetadata()

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from onecopy.torch_private import rebuild_tensor
+
 _ALIGNMENT = 64
 _EPOCH = (1 << 5) | 1  # 1 January 1980, where the dates of zip archives begin
 
@@ -87,7 +89,7 @@ class _Tensor:
         self._arguments = (_Storage(), 0, size, stride, False, hooks)
 
     def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v2, self._arguments
+        return rebuild_tensor(), self._arguments
 
 
 def describe_tensor(tensor: torch.Tensor) -> bytes:

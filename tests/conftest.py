@@ -13,7 +13,50 @@ import pytest
 MANY_CASES = 4
 
 
+# Their bodies run a second time, with ONECOPY_COMM=c10d: through the collectives of the backend,
+# which NCCL would take, instead of messages and shared memory.
+ALSO_NATIVE = {"test_attached", "test_parity", "test_hosts", "test_contract"}
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    of_messages = metafunc.definition.get_closest_marker("of_messages") is not None
+    is_distributed = hasattr(metafunc.function, "body")
+    if metafunc.module.__name__ in ALSO_NATIVE and is_distributed and not of_messages:
+        metafunc.parametrize("comm", ["auto", "c10d"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def comm(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONECOPY_COMM for the ranks of a test: `harness.py` passes it on."""
+    if getattr(request, "param", "auto") != "auto":
+        monkeypatch.setenv("ONECOPY_COMM", request.param)
+
+
+def _is_native(item: Any) -> bool:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("comm") == "c10d"
+
+
 def pytest_collection_modifyitems(items: list[Any]) -> None:
+    _thin_out_native(list(filter(_is_native, items)))
+    _thin_out_many_cases([item for item in items if not _is_native(item)])
+
+
+def _thin_out_native(items: list[Any]) -> None:
+    """The quick run takes every body once, on one world size: 4, 3 and 2 ranks in turn."""
+    families: dict[Any, list[Any]] = defaultdict(list)
+    for item in items:
+        families[item.path, item.originalname].append(item)
+    for number, family in enumerate(families.values()):
+        quick = [item for item in family if not item.get_closest_marker("slow")]
+        sizes = sorted({item.callspec.params["ranks"] for item in quick} - {1}, reverse=True)
+        size = sizes[number % len(sizes)] if sizes else None
+        cases = [item for item in quick if item.callspec.params["ranks"] == size]
+        for item in family:
+            if not cases or item is not cases[number % len(cases)]:
+                item.add_marker(pytest.mark.slow)
+
+
+def _thin_out_many_cases(items: list[Any]) -> None:
     """Of a test with many cases, each on several world sizes, the quick run takes every case on one
     size: the largest for the first, the next smaller one for the second, and so on in turn.
     `make test-all` takes all."""

@@ -6,14 +6,16 @@ import copy
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+from inside import RELEASE
 from together import Found, Rank, Row, backward, small_model, stepped, vector
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
-import onecopy.optimizer
+import onecopy
 from onecopy import GradScaler
 
 
@@ -67,12 +69,8 @@ def checks_on_one(rank: Rank) -> None:
 
 
 def another_release(rank: Rank) -> None:
-    release = onecopy.optimizer.__version__
-    try:
-        onecopy.optimizer.__version__ = rank.either(release, "0.0.0")
+    with mock.patch.object(*RELEASE, rank.either(onecopy.__version__, "0.0.0")):
         rank.build()
-    finally:
-        onecopy.optimizer.__version__ = release
 
 
 def another_torch(rank: Rank) -> None:

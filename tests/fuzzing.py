@@ -38,6 +38,7 @@ import torch.distributed as dist
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
+from inside import TRIES_A_STEP
 
 import onecopy
 
@@ -175,7 +176,7 @@ def judge(error: BaseException, *, class_may_refuse: bool) -> None:
     if isinstance(error.__cause__, Exception) and type(error) is RuntimeError:
         # Carried from another rank or thread.
         judge(error.__cause__, class_may_refuse=class_may_refuse)
-    elif isinstance(error.__cause__, Exception) and innermost.name == "_try_step":
+    elif isinstance(error.__cause__, Exception) and innermost.name == TRIES_A_STEP:
         judge(error.__cause__, class_may_refuse=True)  # ours only in words
 
 

@@ -25,7 +25,6 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import hashlib
 import importlib
 import inspect
 import itertools
@@ -51,10 +50,8 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
+from inside import set_host, share_memory_from, share_no_memory
 
-from onecopy import neighbours
-
-_real_host = neighbours._host
 DEVICE = os.environ.get("ONECOPY_TEST_DEVICE", "cpu")
 BACKEND = {"cpu": "gloo", "cuda": "nccl"}[DEVICE]
 START_TIMEOUT = 120.0  # seconds for a pool to come up on a busy machine
@@ -81,6 +78,7 @@ class Job:
     pg_timeout: float
     keep_result: bool
     warning_filters: tuple[Any, ...]  # the parent's, as pytest has set them for this test
+    comm: str | None = None  # ONECOPY_COMM of the parent, which the `comm` fixture sets
 
 
 class RankFailure(AssertionError):
@@ -92,14 +90,18 @@ class RankFailure(AssertionError):
 
 def lend_nothing() -> None:
     """In a body: as if each rank were on a host of its own. Before the optimizer is built."""
-    neighbours.WORTH_LENDING = sys.maxsize
+    share_no_memory()
 
 
 def pretend_hosts(world: World, *hosts: int) -> None:
     """In a body: as if the ranks were on these hosts, by rank; without any, on one. Before the
     process group has an optimizer."""
-    name = hosts[world.rank] if hosts else 0
-    neighbours._host = lambda: hashlib.sha256(_real_host() + bytes([name])).digest()[:16]
+    set_host(hosts[world.rank] if hosts else 0)
+
+
+def is_native() -> bool:
+    """In a body: whether it runs with ONECOPY_COMM=c10d, without messages and shared memory."""
+    return os.environ.get("ONECOPY_COMM") == "c10d"
 
 
 def distributed(
@@ -174,8 +176,8 @@ def _job(
     name = fn.__qualname__
     if "<locals>" in name:
         raise ValueError(f"workers look a body up by name; move {name} to the top of its module")
-    filters = tuple(warnings.filters)
-    return Job(fn.__module__, name, args, kwargs, pg_timeout, keep_result, filters)
+    filters, comm = tuple(warnings.filters), os.environ.get("ONECOPY_COMM")
+    return Job(fn.__module__, name, args, kwargs, pg_timeout, keep_result, filters, comm)
 
 
 def _run(size: int, job: Job, timeout: float, fresh: bool) -> list[Any]:
@@ -347,6 +349,8 @@ def _perform(pickled: bytes, world: World, store: dist.Store) -> bytes:
 
 
 def _start_clean(job: Job, world: World, store: dist.Store) -> None:
+    if job.comm is not None:
+        os.environ["ONECOPY_COMM"] = job.comm
     # The parent sends a body when all ranks have answered the last one: nobody uses the old group.
     gc.collect()
     if dist.is_initialized():
@@ -357,7 +361,7 @@ def _start_clean(job: Job, world: World, store: dist.Store) -> None:
     )
     # Three ranks lend nothing, as if each were on a host of its own. Four are on two hosts, where
     # they lend some parts, which pass between the hosts once; the others all send to all.
-    neighbours.WORTH_LENDING = {3: sys.maxsize, 4: 64}.get(world.size, 1)
+    share_memory_from({3: sys.maxsize, 4: 64}.get(world.size, 1))
     pretend_hosts(world, *{4: (0, 0, 1, 1)}.get(world.size, ()))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)

@@ -23,15 +23,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import WRITE_METADATA, share_memory_from
 from torch import nn
 
-from onecopy import ZeroRedundancyOptimizer, neighbours, saving
+from onecopy import ZeroRedundancyOptimizer
 from onecopy.gatherer import Gatherer
 
 # Ignored in what a shell has started in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 SCENARIO, RANK, PORT, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-neighbours.WORTH_LENDING = 1 if sys.argv[5] == "lend" else sys.maxsize
+share_memory_from(1 if sys.argv[5] == "lend" else sys.maxsize)
 torch.set_num_threads(1)
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False)
 TIMEOUT = timedelta(seconds=4) if SCENARIO.startswith("stopped") else timedelta(minutes=10)
@@ -266,14 +267,14 @@ def stopped_host_in_a_save() -> None:
     """Where the others wait for its answer."""
     optimizer = made(attach=False)
     if RANK == VICTIM:
-        saving.write_metadata = stop
+        setattr(*WRITE_METADATA, stop)
     without_the_other(lambda: optimizer.save(DIRECTORY), stops_at_once=False)
 
 
 def killed_host_in_a_save() -> None:
     optimizer = made(attach=False)
     if RANK == VICTIM:
-        saving.write_metadata = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        setattr(*WRITE_METADATA, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     without_the_other(lambda: optimizer.save(DIRECTORY), stops_at_once=False)
     try:
         optimizer.step()
@@ -285,7 +286,7 @@ def host_stopped_in_a_save() -> None:
     """As above, with ten minutes until the timeout, and somebody who has no patience."""
     optimizer = made(attach=False)
     if RANK == VICTIM:
-        saving.write_metadata = stop
+        setattr(*WRITE_METADATA, stop)
     together()
     if RANK != VICTIM:
         say_when_this_thread_waits()

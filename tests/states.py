@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
+from inside import PARCEL_BYTES
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -227,6 +228,6 @@ def small_parcels(packed: int = 2048, largest: int = 3000, own: int = 700) -> It
     with (
         mock.patch.object(parcels, "PACKED_BYTES", packed),
         mock.patch.object(parcels, "RANGE_BYTES", largest),
-        mock.patch.object(parcels, "_WORTH_ITS_OWN_PARCEL", own),
+        mock.patch.object(*PARCEL_BYTES, own),
     ):
         yield

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from attached import EVERY_CLASS, EVERY_FEED, AttachedTwins
 from harness import World, distributed
+from inside import plan_of, reducer_of, staged_bytes, traffic_of
 from models import SMALL_BUCKETS, BranchNet, ConvNet, MixedNet, Mlp, TiedNet, generator
 from test_parity import CASES, weights_and_biases
 from torch import nn
@@ -34,7 +35,7 @@ def test_every_elementwise_class(world: World, feed: str, case: str) -> None:
     torch.manual_seed(0)
     cls, options = CASES[case]
     twins = AttachedTwins(world, Mlp(), cls, feed, groups=weights_and_biases, **options)
-    assert len(twins.optimizer._plan.buckets) > 1 or world.size == 1
+    assert len(plan_of(twins.optimizer).buckets) > 1 or world.size == 1
     twins.train(4)
 
 
@@ -81,6 +82,7 @@ class Loss(nn.Module):
         return self.inner(x).square().mean()
 
 
+@pytest.mark.of_messages
 @distributed(2, timeout=60, pg_timeout=10)
 @EVERY_FEED
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
@@ -94,18 +96,17 @@ def test_gathers_lend_the_memory_that_gradients_have_left(
     attach = {"reduce_dtype": reduce_dtype}
     twins = AttachedTwins(world, Mlp(), SGD, feed, zero=zero, attach=attach, lr=0.1)
     optimizer = twins.optimizer
-    gatherer = optimizer._shards.gatherer
-    assert len(optimizer._plan.buckets) > 2 * LENT
+    assert len(plan_of(optimizer).buckets) > 2 * LENT
     for _ in range(3):
         twins.backward()
         twins.step()
         twins.assert_same(**({} if reduce_dtype is None else {"rtol": 1e-2, "atol": 1e-2}))
-    assert (gatherer.staged_bytes == 0) == (reduce_dtype is None)
+    assert (staged_bytes(optimizer) == 0) == (reduce_dtype is None)
     optimizer.detach()
     for param in twins.model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert gatherer.staged_bytes > 0
+    assert staged_bytes(optimizer) > 0
     optimizer.assert_replicas_equal()
 
 
@@ -476,10 +477,10 @@ def test_a_narrow_wire_halves_the_bytes(world: World, feed: str) -> None:
         twins = AttachedTwins(
             world, Mlp(), SGD, feed, zero={"bucket_mb": 25}, attach={"reduce_dtype": dtype}, lr=0.1
         )
-        before = twins.optimizer._transport.traffic.bytes
+        before = traffic_of(twins.optimizer).bytes
         twins.backward()
         twins.optimizer.grad_norm()
-        sent[dtype] = twins.optimizer._transport.traffic.bytes - before
+        sent[dtype] = traffic_of(twins.optimizer).bytes - before
         for mine, theirs in zip(
             twins.model.parameters(), twins.plain_model.parameters(), strict=True
         ):
@@ -732,7 +733,7 @@ def test_detach_lets_go_of_the_gradients_memory(world: World, feed: str) -> None
     twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
     for _ in range(2):
         twins.backward()
-        reducer = weakref.ref(twins.optimizer._attachment.reducer)
+        reducer = weakref.ref(reducer_of(twins.optimizer))
         twins.optimizer.detach()
         gc.collect()
         assert reducer() is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attached import EVERY_FEED
 from harness import World, distributed
+from inside import plan_of, transport_of
 from models import Mlp, feed, noise
 from test_join import CLASSES, batch_of, build, compare, reference, sharded, uneven
 from torch import nn
@@ -158,7 +159,7 @@ def test_what_was_unfrozen_after_ddp_was_built_holds_nobody_up(
     ddp = DistributedDataParallel(model, find_unused_parameters=unused)
     opt.attach(ddp)
     late.requires_grad_(True)
-    assert len(opt._plan.buckets) > 6
+    assert len(plan_of(opt).buckets) > 6
     with Join([ddp, opt], divide_by_initial_world_size=divide):
         for step in range(inputs[world.rank]):
             ddp(batch_of(model, world.rank, step)).backward()
@@ -222,10 +223,10 @@ def test_ranks_that_do_different_things_are_all_told(
     if world.rank == first_to_join:
         turn = Turn.JOINED
     if first_to_join is not None and world.size == 2:
-        assert find_party(opt._transport, turn) == Party(Turn.SKIP, 1, (0,))
+        assert find_party(transport_of(opt), turn) == Party(Turn.SKIP, 1, (0,))
         return
     with pytest.raises(RanksDisagree, match=rf"STEP\n  rank {world.size - 1}: SKIP"):
-        find_party(opt._transport, turn)
+        find_party(transport_of(opt), turn)
 
 
 def train(

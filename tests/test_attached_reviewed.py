@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import in_flight, local_of, plan_of, reducer_of, shards_of
 from models import Mlp, noise
 from test_join import batch_of, build, compare, reference, sharded, uneven
 from torch import nn
@@ -109,7 +110,7 @@ def test_lazy_gathers_end_with_each_step_inside_join(world: World) -> None:
         for step in range(inputs[world.rank]):
             ddp(batch_of(model, world.rank, step)).backward()
             optimizer.step()
-            assert not optimizer._shards.gatherer._launched
+            assert not in_flight(optimizer)
     optimizer.assert_replicas_equal()
     compare(world, model, expected, exact=False)
 
@@ -231,15 +232,15 @@ def test_a_step_that_cannot_get_its_gradients_leaves_none_behind(world: World) -
     optimizer = sharded(model.parameters(), Replacing)
     optimizer.attach(model)
     model(model.batch((world.rank + 1, 1))).backward()
-    reducer = optimizer._attachment.reducer
-    found, last = reducer.gradients_in, len(optimizer._plan.buckets) - 1
+    reducer = reducer_of(optimizer)
+    found, last = reducer.gradients_in, len(plan_of(optimizer).buckets) - 1
     assert last > 0
     failing = mock.patch.object(
         reducer, "gradients_in", lambda bucket: lost() if bucket == last else found(bucket)
     )
     with failing, pytest.raises(Lost):
         optimizer.step()
-    assert all(owned.tensor.grad is None for owned in optimizer._local.pieces)
+    assert all(owned.tensor.grad is None for owned in local_of(optimizer).pieces)
 
 
 @distributed(1, 2)
@@ -249,9 +250,9 @@ def test_detach_undoes_all_after_a_collective_has_failed(world: World, where: st
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     optimizer.attach(model, lazy_gather=True)
-    shards = optimizer._shards
+    shards = shards_of(optimizer)
     target, method = (
-        (optimizer._attachment.reducer, "drop") if where == "reducer" else (shards.gatherer, "wait")
+        (reducer_of(optimizer), "drop") if where == "reducer" else (shards.gatherer, "wait")
     )
     with mock.patch.object(target, method, lost), pytest.raises(Lost):
         optimizer.detach()
@@ -318,7 +319,7 @@ def test_many_groups_are_stepped_by_buckets_and_come_back(world: World) -> None:
         torch.testing.assert_close(param.detach(), torch.full((9,), i - 0.1 * i))
     assert len(optimizer.optim.param_groups) == 12
     everywhere = [t for group in optimizer.optim.param_groups for t in group["params"]]
-    assert len(everywhere) == len(optimizer._shards.local.pieces)
+    assert len(everywhere) == len(local_of(optimizer).pieces)
 
 
 @distributed(1, 2)
@@ -361,7 +362,7 @@ def test_gradients_of_another_dtype_in_some_buckets(
         model.parameters(), SGD, lr=1.0, bucket_mb=length * 2 / 2**20
     )
     optimizer.attach(model)
-    assert len(optimizer._plan.buckets) == 2 * LENT + 1
+    assert len(plan_of(optimizer).buckets) == 2 * LENT + 1
     for step in range(3):
         model(2.0 * world.rank).backward()
         optimizer.step()
@@ -378,7 +379,7 @@ def test_buckets_leave_during_backward_again_after_join(world: World) -> None:
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = sharded(model.parameters(), SGD, lr=0.1)
     optimizer.attach(ddp)
-    reducer = optimizer._attachment.reducer
+    reducer = reducer_of(optimizer)
     begin, kept = reducer.begin, []
 
     def watched(keeps_back: bool = False) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attached import EVERY_FEED
 from harness import World, distributed
+from inside import plan_of
 from models import Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
@@ -118,7 +119,7 @@ def test_one_is_frozen_and_another_unfrozen_under_the_same_ddp(
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
-    assert len(optimizer._plan.buckets) == 1
+    assert len(plan_of(optimizer).buckets) == 1
     first, later = [number for number in range(3) if number != always][:: -1 if is_swapped else 1]
 
     def train(*layers: int) -> None:

@@ -79,12 +79,12 @@ def test_every_site_of_a_way_is_met_where_the_plan_expects_it_and_what_was_saved
         patch.setenv("RANK", str(world.rank))  # torchrun sets it
         from chaos_ways import WAYS as ACTS
         from chaos_ways import elastic
-        from chaos_worker import OWNERS, announce_sites
+        from chaos_worker import announce_sites, owners
 
         sites = [site for site in SITES if site.phase in WAYS[way]]
         for site in sites:
             owner, name = site.function.split(".")
-            patch.setattr(OWNERS[owner], name, getattr(OWNERS[owner], name))  # is put back
+            patch.setattr(owners[owner], name, getattr(owners[owner], name))  # is put back
         patch.setattr(elastic, "write", ACTS[way].write)
         patch.setattr(elastic, "read", ACTS[way].read)
         met: set[tuple[str, str]] = set()
@@ -309,6 +309,19 @@ def test_a_job_with_few_kills_has_a_plan(kills: int) -> None:
         assert len(plan.kills) == kills
         assert not plan.kills["0.0"]["phase"].endswith("load")
         assert not {order["phase"] for order in plan.kills.values()} & phases_of_others(plan.way)
+
+
+def test_five_kills_with_a_new_seed_meet_a_save_and_other_sites_each_time() -> None:
+    met: set[Any] = set()
+    for seed in range(len(HANDS)):
+        (plan,) = make_plans(5, machines=0, seed=seed)
+        orders = list(plan.kills.values())
+        phases = {order["phase"] for order in orders}
+        assert len(orders) == 5
+        assert len(phases) > 1
+        assert WAYS[plan.way][0] in phases
+        met |= {(order["phase"], order["site"]) for order in orders}
+    assert met == {(site.phase, str(site)) for site in SITES}
 
 
 def phases_of_others(way: str) -> set[str]:

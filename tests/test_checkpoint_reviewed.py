@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World, distributed
+from inside import READ_CHECKPOINT, plan_of
 from models import Mlp
 from torch import nn
 from torch.optim import SGD, AdamW, RAdam
@@ -56,11 +57,11 @@ def test_a_checkpoint_of_another_class_is_refused_whatever_its_keys(
 def test_an_interrupted_load_leaves_everything_as_it_was(world: World, tmp_path: Path) -> None:
     made(AdamW, steps=2, fused=True).save(tmp_path)
     opt = made(AdamW, steps=1)
-    before, plan = tensors_of(opt), opt._plan
-    interrupted = mock.patch("onecopy.loading._read", side_effect=KeyboardInterrupt)
+    before, plan = tensors_of(opt), plan_of(opt)
+    interrupted = mock.patch.object(*READ_CHECKPOINT, side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), interrupted:
         opt.load(tmp_path)
-    assert opt._plan is plan
+    assert plan_of(opt) is plan
     assert all(a is b for a, b in zip(tensors_of(opt), before, strict=True))
 
 
@@ -138,19 +139,90 @@ def test_a_module_that_is_called_module_keeps_its_checkpoints(world: World, tmp_
         assert not any(opt.load(tmp_path / name))
 
 
+def grouped(model: nn.Module, *groups: tuple[str, float], named: bool = True) -> Any:
+    """AdamW on groups, each given by the places of its parameters and its weight_decay."""
+    listed = list(model.named_parameters()) if named else list(model.parameters())
+    return ZeroRedundancyOptimizer(
+        [{"params": [listed[int(n)] for n in places], "weight_decay": w} for places, w in groups],
+        AdamW,
+        lr=0.1,
+    )
+
+
+def decay(opt: ZeroRedundancyOptimizer) -> list[float]:
+    return [group["weight_decay"] for group in opt.param_groups]
+
+
+@distributed(1, 2, 3)
+def test_parameters_that_are_grouped_otherwise_are_refused(world: World, tmp_path: Path) -> None:
+    model = Mlp()
+    names = [name for name, _ in model.named_parameters()]
+    one, two = [("0123", 0.01)], [("02", 0.01), ("13", 0.0)]
+    for way, groups in {"one": one, "two": two}.items():
+        saver = grouped(model, *groups)
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, number + world.rank + 1.0)
+        saver.step()
+        saver.save(tmp_path / way)
+        saver.save(tmp_path / f"{way}, flat", flatten_optimizer_state_dict=True)
+
+    def refuses(way: str, *groups: tuple[str, float], moved: str, where: str) -> None:
+        opt = grouped(model, *groups)
+        for form in (way, f"{way}, flat"):
+            with pytest.raises(ValueError, match="nothing was changed") as caught:
+                opt.load(tmp_path / form)
+            for place in moved:
+                assert f"param_groups: {names[int(place)]} ({where}" in str(caught.value)
+            assert str(caught.value).count("param_groups: ") == len(moved)
+            assert "the groups that it had when it was saved" in str(caught.value)
+            assert not len(opt.state)
+            assert decay(opt) == [weight_decay for _, weight_decay in groups]
+            report = opt.load(tmp_path / form, strict=False)  # state by name, options are kept
+            assert len(report.mismatched) == len(moved)
+            assert not report.missing
+            assert decay(opt) == [weight_decay for _, weight_decay in groups]
+            assert len(opt.state) == len(saver.state)
+            opt = grouped(model, *groups)
+
+    refuses("one", *two, moved="13", where="in group 0 of the checkpoint, in group 1 here")
+    refuses("two", *one, moved="13", where="in group 1 of the checkpoint, in group 0 here")
+    where = "in group 1 of the checkpoint, in group 0 here with"
+    refuses("two", ("023", 0.01), ("1", 0.0), moved="3", where=where)
+    same = "in group 1 of the checkpoint, in group 2 here, without"
+    refuses("two", ("02", 0.01), ("1", 0.5), ("3", 0.25), moved="3", where=same)
+    # By name, groups may be in any order; their options are those of the checkpoint.
+    for form in ("two", "two, flat"):
+        turned = grouped(model, ("31", 0.5), ("20", 0.25))
+        assert turned.load(tmp_path / form).fits
+        assert decay(turned) == [0.0, 0.01]
+    # Other writers flatten without telling the groups: each parameter has options of its own.
+    dcp.save(
+        {"optim": saver.sharded(flatten_optimizer_state_dict=True)}, checkpoint_id=tmp_path / "dcp"
+    )
+    merged = grouped(model, *one)
+    with pytest.raises(ValueError, match="different options"):
+        merged.load(tmp_path / "dcp")
+    merged.load(tmp_path / "dcp", strict=False)
+    assert decay(merged) == [0.01]
+
+
 @distributed(1, 2)
-def test_groups_that_were_merged_keep_their_options_when_not_strict(
+def test_parameters_that_are_grouped_otherwise_are_refused_without_names_and_by_dcp(
     world: World, tmp_path: Path
 ) -> None:
     model = Mlp()
-    first, *rest = model.named_parameters()
-    groups = [{"params": [first], "lr": 0.5}, {"params": rest, "lr": 0.25}]
-    ZeroRedundancyOptimizer(groups, AdamW).save(tmp_path)
-    opt = made(AdamW, model=model)
-    with pytest.raises(ValueError, match="different options"):
-        opt.load(tmp_path)
-    opt.load(tmp_path, strict=False)
-    assert opt.param_groups[0]["lr"] == 0.1
+    saver = grouped(model, ("02", 0.01), ("13", 0.0), named=False)
+    saver.save(tmp_path / "own")
+    # Another number of parameters in a group, so that positions would mean other parameters.
+    opt = grouped(model, ("0", 0.01), ("213", 0.0), named=False)
+    with pytest.raises(ValueError, match=r"by_index\.1 \(in group 0 of the checkpoint, in group 1"):
+        opt.load(tmp_path / "own")
+    equal = grouped(model, ("02", 0.01), ("13", 0.01))
+    dcp.save({"optim": equal.sharded()}, checkpoint_id=tmp_path / "dcp")
+    opt = grouped(model, ("0", 0.25), ("213", 0.5))
+    with pytest.raises((ValueError, dcp.api.CheckpointException), match="grouped otherwise than"):
+        dcp.load({"optim": opt.sharded()}, checkpoint_id=tmp_path / "dcp")
+    assert decay(opt) == [0.25, 0.5]
 
 
 @distributed(1, 2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import EVERY_FEED, AttachedTwins
 from harness import World, distributed
+from inside import reducer_of
 from models import BranchNet, MixedNet, Mlp, TiedNet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +68,28 @@ def test_gradients_of_several_dtypes(world: World, feed: str) -> None:
     twins.backward()
     expected = torch.stack([p.grad.double().norm() for p in twins.plain_model.parameters()]).norm()
     torch.testing.assert_close(twins.optimizer.grad_norm().double(), expected, rtol=1e-2, atol=0)
+
+
+@distributed(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
+def test_norms_of_16_bit_gradients_have_the_digits_of_float32(
+    world: World, dtype: torch.dtype, norm_type: float
+) -> None:
+    """In float16 the norm itself would be infinite: it is above 65,504."""
+    model = nn.Linear(500, 400, bias=False).to(dtype)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    optimizer.attach(model)
+    rows = torch.randn(8, 500, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
+    (model(rows).sum() * 200).backward()
+    whole = optimizer.full_grad(model.weight)
+    expected = whole.double().abs().pow(norm_type).sum().pow(1 / norm_type)
+    found = optimizer.clip_grad_norm_(1.0, norm_type)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=5e-5, atol=0)
+    clipped = optimizer.full_grad(model.weight)
+    assert expected > 65504 or norm_type == 3.0
+    torch.testing.assert_close(clipped.double(), whole.double() / expected, rtol=2e-2, atol=1e-6)
 
 
 @distributed(1, 2, 3)
@@ -189,10 +212,10 @@ def test_an_infinity_in_one_ranks_share_stops_all(world: World, feed: str) -> No
     if world.rank == 0:
         twins.model.second.bias.register_hook(with_infinity)
     scaler.scale(twins.ddp(twins.batch())).backward()
-    twins.optimizer._attachment.reducer.settle()
+    reducer_of(twins.optimizer).settle()
     seen = [
         grad is not None and not torch.isfinite(grad).all()
-        for grad in twins.optimizer._attachment.reducer.gradients()
+        for grad in reducer_of(twins.optimizer).gradients()
     ]
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, any(seen))

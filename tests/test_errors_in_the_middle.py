@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from faults import AFTER, ATTACHED, BACKWARD, BEFORE, MODES, STEP, Fault, Job, meet
 from harness import World, distributed
+from inside import plan_of
 from models import assert_same_on_all_ranks, assert_same_parameters
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
@@ -371,7 +372,7 @@ def test_a_step_that_fails_in_the_middle_on_all_ranks_is_mended_by_loading(
     call = world.size if where == "in the same bucket" else 1 + world.rank
     with raising_in_call(call), pytest.raises(Fault):
         job.optimizer.step()
-    buckets = len(job.optimizer._plan.buckets)
+    buckets = len(plan_of(job.optimizer).buckets)
     assert_refuses(
         job.optimizer, rf"step 2 failed after \d+ of {buckets} buckets \(Fault: in the up"
     )

@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from inside import RECORDS_A_REFUSAL
+
 import onecopy
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(onecopy.__file__).parent
+COMMANDS = PACKAGE / "cli"  # argparse prints their errors below the usage of the command
 ROWS = re.findall(r"^\| `(.+?)`[ |]", (ROOT / "docs" / "errors.md").read_text(), re.M)
 
 HOLE = "…"
@@ -28,6 +31,7 @@ NOT_FOR_USERS = (
     "its shape does not fit its bytes",  # the same
     "its bytes are compressed",  # the same
     "its description is too long",  # the same
+    "nothing is relayed to rank …",  # who relays what follows from the hosts
     "expected every rank once, in order",  # what ranks tell of their hosts is put in order
     "it is no tensor",  # the same
     "… has no box at … on this rank",  # DCP asks for the boxes that it was shown
@@ -62,13 +66,17 @@ def said(node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
         name = getattr(node.value.func, "id", "")
         return node.value.args[0] if name == "RanksDisagree" else None
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("warning", "_tear"):
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+        "warning",
+        "warn",
+        RECORDS_A_REFUSAL,
+    ):
         return node.args[0]
     return None
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(set(PACKAGE.rglob("*.py")) - set(COMMANDS.rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             message = said(node)
             if message is not None:

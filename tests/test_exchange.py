@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from inside import (
+    EXCHANGE_ANSWER_SECONDS,
+    EXCHANGE_BEAT_SECONDS,
+    EXCHANGE_DEAD_SECONDS,
+    EXCHANGE_LONGEST_NAP,
+)
 
 from onecopy import exchange
 from onecopy.exchange import Exchange
@@ -194,8 +200,8 @@ def test_ranks_that_show_no_sign_of_life_are_named(silent: list[int]) -> None:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_rank_is_named_long_before_patience_ends(dead: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(exchange, "_DEAD_SECONDS", 2.0)
+    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.05)
+    monkeypatch.setattr(*EXCHANGE_DEAD_SECONDS, 2.0)
     ranks = Ranks(3, patience=1000.0)
 
     def body(round_: Exchange) -> Any:
@@ -212,8 +218,8 @@ def test_a_dead_rank_is_named_long_before_patience_ends(dead: int, monkeypatch: 
 def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
     slow: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(exchange, "_DEAD_SECONDS", 1.0)
+    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.02)
+    monkeypatch.setattr(*EXCHANGE_DEAD_SECONDS, 1.0)
     ranks = Ranks(3)
     pause = threading.Event()
 
@@ -230,8 +236,8 @@ def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_that_beats_is_waited_for(slow: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(exchange, "_LONGEST_NAP", 0.05)
+    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.02)
+    monkeypatch.setattr(*EXCHANGE_LONGEST_NAP, 0.05)
     ranks = Ranks(3, patience=0.5)
     pause = threading.Event()
 
@@ -249,8 +255,8 @@ def test_a_slow_rank_that_beats_is_waited_for(slow: int, monkeypatch: Any) -> No
 
 
 def test_a_slow_decision_is_not_mistaken_for_a_silent_rank(monkeypatch: Any) -> None:
-    monkeypatch.setattr(exchange, "_BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(exchange, "_LONGEST_NAP", 0.05)
+    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.02)
+    monkeypatch.setattr(*EXCHANGE_LONGEST_NAP, 0.05)
     ranks = Ranks(3, patience=0.5)
     pause = threading.Event()
 
@@ -304,7 +310,7 @@ class Gone(dist.HashStore):
 @pytest.mark.parametrize("store", [Stopped, Gone])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_is_lost_is_explained(rank: int, store: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(exchange, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(*EXCHANGE_ANSWER_SECONDS, 0.2)
     alone = Exchange(store(), rank, 2, "token", 0.2, "testing", lambda: "who was where")
     with pytest.raises(RuntimeError, match="who was where") as caught:
         alone.run(lambda: 0, lambda _: 0)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import ddps_around, plan_of, share_memory_from, was_read
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -74,7 +75,7 @@ def assert_averaged(world: World, model: Products, optimizer: ZeroRedundancyOpti
 def test_a_small_last_bucket_does_not_overwrite_what_a_slow_rank_has_not_read(
     world: World,
 ) -> None:
-    onecopy.neighbours.WORTH_LENDING = 64 * 1024
+    share_memory_from(64 * 1024)
     model = Products(20_000, *[65_536] * 4)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0, bucket_mb=0.25)
     optimizer.attach(model)
@@ -88,13 +89,13 @@ def test_a_small_last_bucket_does_not_overwrite_what_a_slow_rank_has_not_read(
 def test_a_bucket_of_this_ranks_own_does_not_overwrite_what_a_slow_rank_has_not_read(
     world: World,
 ) -> None:
-    onecopy.neighbours.WORTH_LENDING = 1
+    share_memory_from(1)
     model = Products(*[4096] * 7)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), SGD, lr=1.0, bucket_mb=1 / 64, partition="whole"
     )
     optimizer.attach(model)
-    first, *_ = optimizer._plan.streams[0].owners
+    first, *_ = plan_of(optimizer).streams[0].owners
     if world.rank == first:
         model.slow = 4
     model(model.factors(world.rank)).backward()
@@ -109,7 +110,8 @@ def run_ranks(program: str, ranks: int, directory: Path) -> tuple[list[int], lis
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     started = [
         subprocess.Popen([sys.executable, str(script), str(rank), port], **out)
         for rank in range(ranks)
@@ -121,6 +123,7 @@ def run_ranks(program: str, ranks: int, directory: Path) -> tuple[list[int], lis
 LEAVES = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
+from inside import transport_of
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.transfers import Transfer
 
@@ -130,7 +133,7 @@ store = dist.TCPStore("127.0.0.1", port, 2, rank == 1)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 param = torch.nn.Parameter(torch.zeros(200_000))
 optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0)
-assert optimizer._transport.neighbours
+assert transport_of(optimizer).neighbours
 if rank == 1:
     arrive = Transfer.arrive
     Transfer.arrive = lambda self, journey: (time.sleep(1.0), arrive(self, journey))
@@ -194,7 +197,7 @@ def test_what_was_mapped_can_be_read_when_its_lender_is_gone(world: World) -> No
         loan.give_back()
         loan.give_back()
     transport.wait_until_read(memory)
-    assert not memory._was_read.take()
+    assert not was_read(memory)
 
 
 HOSTS_THE_STORE = """
@@ -386,7 +389,7 @@ def test_ddp_is_still_watched_after_an_attached_optimizer_has_mended_it(world: W
     with contextlib.suppress(Broken):
         out.sum().backward()
     optimizer.zero_grad()
-    assert len(optimizer._shards._in_modules._ddps) == 1
+    assert len(ddps_around(optimizer)) == 1
 
 
 @distributed(2)

@@ -17,6 +17,7 @@ import torch
 from fuzzing import Tally, alone, bits, cases, deep, judge, junk, tally  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import is_attached, params_of, plan_of
 from torch import nn
 from torch.optim import Optimizer
 
@@ -284,7 +285,7 @@ class Live:
             bits([dict(state) for state in opt.state.values()]),
             bits([dict(group) for group in opt.param_groups]),
             bits([dict(group) for group in opt.optim.param_groups]),
-            (opt._plan.digest, len(opt._roster.entries), opt._attachment is None),
+            (plan_of(opt).digest, len(params_of(opt)), not is_attached(opt)),
             picture(list(self.module.parameters())),
         )
 

@@ -27,6 +27,7 @@ from fuzzing import Tally, alone, bits, cases, judge, tally  # noqa: F401
 from harness import World, run_on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import plan_of
 from test_archive import TRAPS, flip, put_in_every_entry, small_optimizer
 from torch.distributed.checkpoint import metadata as torch_metadata
 
@@ -271,7 +272,7 @@ def picture(opt: ZeroRedundancyOptimizer) -> Any:
     return (
         bits([dict(state) for state in opt.state.values()]),
         bits([dict(group) for group in opt.param_groups]),
-        opt._plan.digest,
+        plan_of(opt).digest,
     )
 
 

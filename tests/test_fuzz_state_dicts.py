@@ -17,6 +17,7 @@ from fuzzing import TIMES, Tally, alone, bits, cases, judge, junk, memory_limite
 from harness import World, run_on_ranks
 from hypothesis import given, seed
 from hypothesis import strategies as st
+from inside import plan_of
 from models import SMALL_BUCKETS
 from torch import nn
 
@@ -73,7 +74,7 @@ class Live:
             bits([dict(state) for state in self.opt.state.values()]),
             bits([dict(group) for group in self.opt.param_groups]),
             bits([dict(group) for group in self.opt.optim.param_groups]),
-            self.opt._plan.digest,
+            plan_of(self.opt).digest,
             bits(list(self.model.parameters())),
         )
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from harness import World, distributed, lend_nothing
+from inside import plan_of, shards_of, traffic_of, transfers_of
 from models import SMALL_BUCKETS, ConvNet, MixedNet, Mlp
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.transport
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.gatherer import IN_FLIGHT
 from onecopy.transfers import WORTH_ITS_OWN_MESSAGE, Transfer
@@ -22,10 +22,6 @@ LARGE = WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
 BUCKET_VIEW = pytest.mark.parametrize(
     "bucket_view", [False, True], ids=["own-storage", "bucket-view"]
 )
-
-
-def transfers(optimizer: ZeroRedundancyOptimizer) -> list[Transfer]:
-    return optimizer._shards.gatherer._transfers
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -42,7 +38,7 @@ def staged_storages(optimizer: ZeroRedundancyOptimizer) -> dict[int, int]:
     """Bytes of every staging buffer, by address."""
     return {
         storage(tensor): tensor.untyped_storage().nbytes()
-        for transfer in transfers(optimizer)
+        for transfer in transfers_of(optimizer)
         for tensor in copies(transfer)
     }
 
@@ -51,7 +47,7 @@ def addresses(optimizer: ZeroRedundancyOptimizer) -> list[int]:
     """Where everything lies that a step sends, receives or copies."""
     return [
         tensor.data_ptr()
-        for transfer in transfers(optimizer)
+        for transfer in transfers_of(optimizer)
         for tensor in [
             *[part.tensor for part in transfer.parts],
             *([] if transfer.slots is None else [transfer.slots]),
@@ -80,7 +76,7 @@ def test_large_pieces_travel_in_place_and_small_ones_packed(world: World) -> Non
     small = [nn.Parameter(torch.zeros(3)) for _ in range(4 * world.size)]
     params = [large, *small]
     optimizer = ZeroRedundancyOptimizer(params, SGD, partition="whole", lr=1.0)
-    (transfer,) = transfers(optimizer)
+    (transfer,) = transfers_of(optimizer)
     in_place = [part for part in transfer.parts if storage(part.tensor) == storage(large)]
     assert [part.tensor.numel() for part in in_place] == [large.numel()]
     packed = [part for part in transfer.parts if storage(part.tensor) != storage(large)]
@@ -100,7 +96,7 @@ def test_the_large_pieces_of_a_cut_parameter_travel_in_place(world: World) -> No
     lend_nothing()
     params = [nn.Parameter(torch.zeros(world.size * LARGE * 2)), nn.Parameter(torch.zeros(5))]
     optimizer = ZeroRedundancyOptimizer(params, SGD, lr=1.0)
-    (transfer,) = transfers(optimizer)
+    (transfer,) = transfers_of(optimizer)
     cut = [part for part in transfer.parts if storage(part.tensor) == storage(params[0])]
     assert len(cut) == world.size
     assert sorted(part.owner for part in cut) == list(range(world.size))
@@ -113,7 +109,7 @@ def test_the_only_piece_of_an_owner_travels_in_place_however_small(world: World)
     lend_nothing()
     param = nn.Parameter(torch.zeros(2 * world.size))
     optimizer = ZeroRedundancyOptimizer([param], SGD, lr=1.0)
-    (transfer,) = transfers(optimizer)
+    (transfer,) = transfers_of(optimizer)
     assert [part.owner for part in transfer.parts] == list(range(world.size))
     assert all(storage(part.tensor) == storage(param) for part in transfer.parts)
     assert not staged_storages(optimizer)
@@ -131,11 +127,11 @@ def test_parameters_in_a_bucket_view_are_never_copied(world: World) -> None:
             bucket_mb=SMALL_BUCKETS,
             lr=1.0,
         )
-        assert len(transfers(optimizer)) > 1
+        assert len(transfers_of(optimizer)) > 1
         assert not staged_storages(optimizer)
         homes = {storage(param) for param in model.parameters()}
         assert len(homes) == len({param.dtype for param in model.parameters()})
-        for transfer in transfers(optimizer):
+        for transfer in transfers_of(optimizer):
             assert all(storage(part.tensor) in homes for part in transfer.parts)
             assert len({part.owner for part in transfer.parts}) == len(transfer.parts)
         take_a_step(optimizer, list(model.parameters()))
@@ -147,7 +143,7 @@ def test_parameters_with_gaps_are_packed_and_their_gaps_left_alone(world: World)
     whole = torch.zeros(7, 8)
     gapped = [nn.Parameter(whole[:, ::2]), nn.Parameter(torch.zeros(5))]
     optimizer = ZeroRedundancyOptimizer(gapped, SGD, lr=1.0)
-    for transfer in transfers(optimizer):
+    for transfer in transfers_of(optimizer):
         for part in transfer.parts:
             assert part.tensor.is_contiguous()
             assert storage(part.tensor) != storage(whole)
@@ -164,7 +160,7 @@ def test_staging_is_bounded_by_the_gathers_in_flight(
     lend_nothing()
     with pytest.MonkeyPatch.context() as patch:
         if all_gather:
-            patch.setattr(onecopy.transport.Transport, "gathers_equal_slots", lambda *_: True)
+            patch.setenv("ONECOPY_COMM", "c10d")
         params = [nn.Parameter(torch.zeros(37)) for _ in range(200)]
         bucket_bytes = 2048
         optimizer = ZeroRedundancyOptimizer(
@@ -174,10 +170,10 @@ def test_staging_is_bounded_by_the_gathers_in_flight(
             bucket_mb=bucket_bytes / 2**20,
             lr=1.0,
         )
-        assert len(transfers(optimizer)) > 3 * IN_FLIGHT
+        assert len(transfers_of(optimizer)) > 3 * IN_FLIGHT
         staged = staged_storages(optimizer)
         assert sum(staged.values()) <= IN_FLIGHT * bucket_bytes
-        plan = optimizer._plan
+        plan = plan_of(optimizer)
         uneven = [b for b in range(len(plan.buckets)) if not plan.has_equal_slots(b)]
         assert len(uneven) <= 1  # only the last bucket can have a remainder
         if not bucket_view:
@@ -187,7 +183,7 @@ def test_staging_is_bounded_by_the_gathers_in_flight(
         else:
             assert len(staged) == len(uneven)  # padded to equal slots, which needs a copy
         if all_gather:
-            assert all(transfer.slots is not None for transfer in transfers(optimizer))
+            assert all(transfer.slots is not None for transfer in transfers_of(optimizer))
         take_a_step(optimizer, params)
 
 
@@ -230,14 +226,14 @@ def test_steps_reuse_all_of_their_memory(world: World, bucket_view: bool) -> Non
         bucket_mb=SMALL_BUCKETS,
         lr=0.01,
     )
-    prepared, before = transfers(optimizer), addresses(optimizer)
+    prepared, before = transfers_of(optimizer), addresses(optimizer)
     parameters = [param.data_ptr() for param in model.parameters()]
     assert before
     for step in range(3):
         optimizer.zero_grad()
         model(model.batch((world.rank, step))).backward()
         optimizer.step()
-        assert transfers(optimizer) is prepared
+        assert transfers_of(optimizer) is prepared
         assert addresses(optimizer) == before
         assert [param.data_ptr() for param in model.parameters()] == parameters
 
@@ -250,7 +246,7 @@ def test_gathering_allocates_nothing(world: World, bucket_view: bool) -> None:
     take_a_step(optimizer, params)
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
-        optimizer._shards.send_all()
+        shards_of(optimizer).send_all()
     # Neighbours tell each other where the data is: a few numbers each.
     allocated = [event for event in profile.events() if event.cpu_memory_usage > 100]
     assert not allocated, [(event.name, event.cpu_memory_usage) for event in allocated]
@@ -261,5 +257,5 @@ def test_one_rank_sends_and_stages_nothing(world: World) -> None:
     model = Mlp()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
     take_a_step(optimizer, list(model.parameters()))
-    assert not transfers(optimizer)
-    assert optimizer._transport.traffic.bytes == 0
+    assert not transfers_of(optimizer)
+    assert traffic_of(optimizer).bytes == 0

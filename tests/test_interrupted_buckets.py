@@ -14,13 +14,13 @@ import pytest
 import torch
 from faults import Job, meet
 from harness import World, distributed
+from inside import AFTER_GATHER, SEND_GRADIENTS, params_of
 from models import assert_same_on_all_ranks, assert_same_parameters
 from states import consolidated_everywhere
 
 from onecopy import keeping
 from onecopy.buffers import Copies
-from onecopy.flights import Flight, Flights
-from onecopy.gatherer import Gatherer
+from onecopy.flights import Flight
 from onecopy.lanes import Lane
 
 ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -54,7 +54,7 @@ LANDING = [
 USES: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: optimizer.step(),
     "clip_grad_norm_": lambda optimizer: optimizer.clip_grad_norm_(1.0),
-    "full_grad": lambda optimizer: optimizer.full_grad(optimizer._all_params[0]),
+    "full_grad": lambda optimizer: optimizer.full_grad(params_of(optimizer)[0]),
 }
 SLOWLY = [pytest.param(use, marks=pytest.mark.slow) for use in ("clip_grad_norm_", "full_grad")]
 
@@ -95,7 +95,7 @@ def test_a_bucket_that_was_sent_in_part_is_not_sent_again(world: World, when: st
     job.train(1)
     if world.rank == world.size - 1:
         with (
-            raising_once(Flights, "_send", KeyboardInterrupt, when),
+            raising_once(*SEND_GRADIENTS, KeyboardInterrupt, when),
             pytest.raises(KeyboardInterrupt),
         ):
             job.compute(2)
@@ -111,7 +111,7 @@ def test_a_bucket_that_was_sent_in_part_is_not_sent_again(world: World, when: st
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize(("owner", "name"), [(Copies, "run"), (Gatherer, "_arrive")])
+@pytest.mark.parametrize(("owner", "name"), [(Copies, "run"), AFTER_GATHER])
 @pytest.mark.parametrize("when", ["before", "after"])
 @ERRORS
 def test_a_gather_that_is_interrupted_is_awaited_again(

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import watch_joined
 from models import SMALL_BUCKETS, BranchNet, ConvNet, Mlp, assert_same_on_all_ranks, feed
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -256,9 +257,8 @@ def test_a_joined_ranks_gradients_are_left_as_they_were(world: World) -> None:
         model = build(Mlp)
         opt = sharded(model.parameters(), SGD, lr=0.1, partition=partition)
         seen: list[bool] = []
-        take_part = opt._take_part_joined
 
-        def watched() -> None:
+        def watched(take_part: Callable[[], None]) -> None:
             before = [(id(p.grad), p.grad.clone()) for p in model.parameters()]
             take_part()
             after = [(id(p.grad), p.grad) for p in model.parameters()]
@@ -269,7 +269,7 @@ def test_a_joined_ranks_gradients_are_left_as_they_were(world: World) -> None:
                 )
             )
 
-        opt._take_part_joined = watched  # type: ignore[method-assign]
+        watch_joined(opt, watched)
         inputs = uneven(world)
         train(world, model, opt, inputs)
         assert seen == [True] * (ROUNDS - inputs[world.rank])

@@ -16,6 +16,7 @@ import prodigyopt
 import pytest
 import schedulefree
 import torch
+from inside import PROBED_KINDS, known_kinds, probe_kind
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -24,9 +25,7 @@ from torch.optim.optimizer import (
 
 import onecopy.kinds
 from onecopy.kinds import (
-    _KNOWN,
     Kind,
-    _probe,
     choose_kind,
     is_elementwise,
     step_without_hooks,
@@ -201,22 +200,22 @@ class ShrinksItsOwnOption(Rule):
 
 @pytest.fixture(autouse=True)
 def nothing_is_known_from_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onecopy.kinds, "_probed", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(*PROBED_KINDS, weakref.WeakKeyDictionary())
 
 
 # ------------------------------------------------------------------ torch's own
 
 
 def test_every_class_of_torch_is_known() -> None:
-    assert set(_KNOWN) == set(TORCH_CLASSES)
+    assert set(known_kinds) == set(TORCH_CLASSES)
 
 
 @pytest.mark.parametrize("cls", TORCH_CLASSES, ids=lambda cls: cls.__name__)
 def test_the_probe_confirms_what_is_known_of_a_torch_class(
     cls: type[Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _probe(cls, {"lr": 0.01}).kind is _KNOWN[cls].kind
-    assert verdict(cls, {"lr": 0.01}) is _KNOWN[cls]
+    assert probe_kind(cls, {"lr": 0.01}).kind is known_kinds[cls].kind
+    assert verdict(cls, {"lr": 0.01}) is known_kinds[cls]
     # SparseAdam takes sparse gradients only, which toys do not have.
     assert [r.levelname for r in caplog.records] == ["WARNING"] * (cls is torch.optim.SparseAdam)
 
@@ -240,7 +239,7 @@ def test_the_probe_confirms_what_is_known_of_a_torch_class(
     ids=str,
 )
 def test_options_do_not_disturb_the_probe(cls: type[Optimizer], options: dict[str, Any]) -> None:
-    assert _probe(cls, options).kind is Kind.ELEMENTWISE
+    assert probe_kind(cls, options).kind is Kind.ELEMENTWISE
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:
@@ -410,7 +409,7 @@ def test_the_probe_does_not_run_global_step_hooks() -> None:
     ]
     try:
         for cls in (Rule, lion_pytorch.Lion, schedulefree.AdamWScheduleFree, torch.optim.AdamW):
-            assert _probe(cls, {"lr": 0.1}).kind is Kind.ELEMENTWISE
+            assert probe_kind(cls, {"lr": 0.1}).kind is Kind.ELEMENTWISE
     finally:
         for handle in handles:
             handle.remove()
@@ -450,7 +449,7 @@ def test_the_verdict_does_not_depend_on_the_default_dtype(dtype: torch.dtype) ->
     torch.set_default_dtype(dtype)
     try:
         assert is_elementwise(lion_pytorch.Lion)
-        assert _probe(torch.optim.AdamW, {}).kind is Kind.ELEMENTWISE
+        assert probe_kind(torch.optim.AdamW, {}).kind is Kind.ELEMENTWISE
         assert verdict(Lamb, {}).kind is Kind.WHOLE
         assert verdict(ClipsGlobally, {}).kind is Kind.GLOBAL
     finally:
@@ -501,7 +500,7 @@ def test_partition_overrides_the_probe(cls: type[Optimizer], partition: str, kin
 )
 def test_a_class_known_to_need_whole_tensors_is_never_cut(name: str) -> None:
     cls = getattr(torch.optim, name)
-    with pytest.raises(ValueError, match=f"elementwise.*{name}.*{_KNOWN[cls].reason}"):
+    with pytest.raises(ValueError, match=f"elementwise.*{name}.*{known_kinds[cls].reason}"):
         choose_kind(cls, {}, "elementwise")
 
 

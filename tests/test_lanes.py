@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onecopy.buffers import Staging, flat_range
+from onecopy.buffers import flat_range
 from onecopy.hosts import Hosts
 from onecopy.kinds import Kind
-from onecopy.lanes import Lane, Place, Stretch
+from onecopy.lanes import Lane, LaneStaging, Place, Stretch
 from onecopy.plan import ParamSpec, Plan, make_plan
 
 LARGE = (1 << 14) + 16
@@ -28,8 +28,11 @@ class FirstOfTwo:
     def lends(self, *_: Any) -> bool:
         return False
 
-    def reduces_equal_slots(self, *_: Any) -> bool:
+    def is_native(self, *_: Any) -> bool:
         return False
+
+    def sends_one_by_one(self, *_: Any) -> bool:
+        return True
 
 
 def planned(params: Sequence[torch.Tensor], bucket_bytes: int, fused: bool = False) -> Plan:
@@ -45,12 +48,11 @@ def lanes_of(
 ) -> list[Lane]:
     transport = cast("Any", FirstOfTwo())
     lanes = [Lane.of(plan, b, params, transport, wire, None) for b in range(len(plan.buckets))]
-    outgoing, incoming = Staging(len(lanes)), Staging(len(lanes))
+    staging = LaneStaging.of_depth(len(lanes))
     for lane in lanes:
-        outgoing.demand(lane.bucket, lane.numel, lane.wire)
-        incoming.demand(lane.bucket, lane.room, lane.wire)
+        lane.demand(staging)
     for lane in lanes:
-        lane.settle(plan, params, outgoing, incoming)
+        lane.settle(plan, params, staging)
         lane.outgoing.fill_(float("nan"))
     return lanes
 

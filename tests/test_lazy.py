@@ -11,6 +11,7 @@ import pytest
 import torch
 from attached import EVERY_FEED, AttachedTwins
 from harness import World, distributed
+from inside import gatherer_of, in_flight, params_of, plan_of
 from models import ConvNet, Mlp, TiedNet, noise
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -86,9 +87,9 @@ def forbid_reading_ahead(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -
     """Fail if a module's forward begins while parameters of its own are on their way."""
 
     def look(module: nn.Module, _: Any) -> None:
-        plan, params = optimizer._plan, optimizer._roster.params
+        plan, params = plan_of(optimizer), params_of(optimizer)
         own = set(module.parameters(recurse=False))
-        for bucket in optimizer._shards.gatherer._launched:
+        for bucket in in_flight(optimizer):
             assert not own & {params[segment.param] for segment in plan.segments(bucket)}
 
     for module in model.modules():
@@ -103,7 +104,7 @@ def stepped(world: World, model: nn.Module) -> tuple[Any, ZeroRedundancyOptimize
         model(model.batch((world.rank + 1, step + 1))).backward()
         optimizer.step()
     if world.size > 1:
-        assert optimizer._shards.gatherer._launched
+        assert in_flight(optimizer)
     return model, optimizer
 
 
@@ -142,7 +143,7 @@ def test_who_looks_waits(world: World, what: str) -> None:
     torch.manual_seed(0)
     model, optimizer = stepped(world, Mlp())
     waits(model, what, optimizer)
-    assert not optimizer._shards.gatherer._launched
+    assert not in_flight(optimizer)
     optimizer.assert_replicas_equal()
 
 
@@ -150,9 +151,9 @@ def test_who_looks_waits(world: World, what: str) -> None:
 def test_a_part_waits_for_what_it_uses_only(world: World) -> None:
     torch.manual_seed(0)
     model, optimizer = stepped(world, Mlp())
-    before = len(optimizer._shards.gatherer._launched)
+    before = len(in_flight(optimizer))
     model.norm(torch.zeros(2, 17))
-    left = len(optimizer._shards.gatherer._launched)
+    left = len(in_flight(optimizer))
     assert 0 < left < before
 
 
@@ -161,18 +162,18 @@ def test_parameters_of_a_module_that_is_never_called_are_awaited_first(world: Wo
     torch.manual_seed(0)
     model, optimizer = stepped(world, Attention())
     waited: list[int] = []
-    gatherer = optimizer._shards.gatherer
+    gatherer = gatherer_of(optimizer)
     wait = gatherer.wait
 
     def spy(buckets: Any = None) -> None:
-        waited.extend(gatherer._launched if buckets is None else buckets)
+        waited.extend(in_flight(optimizer) if buckets is None else buckets)
         wait(buckets)
 
     with mock.patch.object(gatherer, "wait", spy):
         model.first.register_forward_pre_hook(lambda *_: waited.append(-1))
         model(model.batch((1, 2)))
     at_root = set(waited[: waited.index(-1)])
-    plan, params = optimizer._plan, optimizer._roster.params
+    plan, params = plan_of(optimizer), params_of(optimizer)
     needed = {
         bucket
         for bucket in range(len(plan.buckets))
@@ -197,20 +198,19 @@ def test_a_compiled_module_is_refused(world: World) -> None:
 def test_parts_evaluation_and_loading_see_what_they_need(world: World, how: str) -> None:
     torch.manual_seed(0)
     model, optimizer = stepped(world, Attention())
-    gatherer = optimizer._shards.gatherer
     if how == "part":
         x = torch.zeros(2, 4, 8)
         model.attention(x, x, x)
-        plan, params = optimizer._plan, optimizer._roster.params
+        plan, params = plan_of(optimizer), params_of(optimizer)
         used = set(model.attention.parameters())
-        for bucket in gatherer._launched:
+        for bucket in in_flight(optimizer):
             assert not used & {params[segment.param] for segment in plan.segments(bucket)}
-        assert gatherer._launched
+        assert in_flight(optimizer)
     elif how == "eval":
         model.eval()
         model.attention.eval()
         model.first(torch.zeros(1, 6))
-        assert not gatherer._launched
+        assert not in_flight(optimizer)
     else:
         model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
         optimizer.wait()
@@ -255,7 +255,7 @@ def test_groups_that_are_added_are_awaited_too(world: World) -> None:
             model(model.batch((world.rank + 1, step + 1))).backward()
             optimizer.step()
     model(model.batch((1, 1)))
-    assert not optimizer._shards.gatherer._launched
+    assert not in_flight(optimizer)
     optimizer.assert_replicas_equal()
 
 
@@ -266,7 +266,7 @@ def test_more_buckets_than_can_be_under_way_are_no_hindrance(world: World) -> No
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0, bucket_mb=16 / 2**20)
     optimizer.attach(model, lazy_gather=True)
-    assert len(optimizer._plan.buckets) >= count
+    assert len(plan_of(optimizer).buckets) >= count
     before = [param.detach().clone() for param in model.parameters()]
     loss = torch.stack([layer(torch.full((1, 2), world.rank + 1.0)).sum() for layer in model]).sum()
     loss.backward()

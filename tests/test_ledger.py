@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World, distributed
+from inside import plan_of, traffic_of
 from models import SMALL_BUCKETS, Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -94,7 +95,7 @@ def trained(world: World, kind: str, **options: Any) -> ZeroRedundancyOptimizer:
 
 
 def owned_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
-    return sum(piece.numel for piece in optimizer._plan.pieces(optimizer.rank)) * 4
+    return sum(piece.numel for piece in plan_of(optimizer).pieces(optimizer.rank)) * 4
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def owned_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
 def test_every_bucket_is_counted_in_every_step(world: World, kind: str) -> None:
     optimizer = trained(world, kind)
     stats = optimizer.comm_stats()
-    buckets = range(len(optimizer._plan.buckets))
+    buckets = range(len(plan_of(optimizer).buckets))
     assert len(buckets) > 2 or world.size == 1
     phases = (["gather"] if world.size > 1 else []) + (["reduce"] if "attached" in kind else [])
     assert [(b.phase, b.bucket) for b in stats.buckets] == [(p, b) for p in phases for b in buckets]
@@ -119,7 +120,7 @@ def test_every_bucket_is_counted_in_every_step(world: World, kind: str) -> None:
     if "attached" in kind:
         assert sent["reduce/bytes"] == STEPS * (ELEMENTS * 4 - owned_bytes(optimizer))
     in_buckets = sum(each.bytes for each in stats.buckets)
-    traffic = optimizer._transport.traffic
+    traffic = traffic_of(optimizer)
     assert (stats.bytes, stats.messages) == (traffic.bytes, traffic.messages)
     if "attached" in kind and world.size > 1:
         # What else travels: the values at `attach`, and which parameters had a gradient.

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 from harness import World, distributed, pretend_hosts
+from inside import plan_of, traffic_of
 from manners import BUCKET_VIEW, give_gradients, sharded
 from models import (
     SMALL_BUCKETS,
@@ -266,8 +267,8 @@ def test_a_step_sends_what_was_planned_and_no_more(world: World, bucket_view: bo
     model.norm.requires_grad_(False)
     for bucket_mb in (SMALL_BUCKETS, 25):
         optimizer = sharded(model, bucket_mb=bucket_mb, parameters_as_bucket_view=bucket_view)
-        pieces = list(optimizer._plan.pieces(world.rank))
-        traffic = optimizer._transport.traffic
+        pieces = list(plan_of(optimizer).pieces(world.rank))
+        traffic = traffic_of(optimizer)
         for _ in range(2):
             model.zero_grad()
             model(model.batch((world.rank,))).backward()

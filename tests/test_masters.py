@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from attached import EVERY_FEED
 from harness import World, distributed, pretend_hosts
+from inside import traffic_of
 from masters import (
     BF16,
     EVERY_CLASS,
@@ -25,9 +28,10 @@ from masters import (
 )
 from models import noise
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from onecopy import GradScaler
+from onecopy import GradScaler, ZeroRedundancyOptimizer
 
 # ---------------------------------------- training ----------------------------------------------
 
@@ -77,9 +81,9 @@ def test_parameters_travel_in_their_own_dtype(world: World) -> None:
     model = nn.Linear(256, 64, bias=False, dtype=BF16)
     optimizer = ours(model, AdamW, lr=0.1, bucket_mb=25)
     model.weight.grad = torch.ones_like(model.weight)
-    before = optimizer._transport.traffic.bytes
+    before = traffic_of(optimizer).bytes
     optimizer.step()
-    sent = torch.tensor(optimizer._transport.traffic.bytes - before)
+    sent = torch.tensor(traffic_of(optimizer).bytes - before)
     dist.all_reduce(sent)
     assert int(sent) == model.weight.numel() * 2 * (world.size - 1)
 
@@ -118,7 +122,7 @@ def summed_wide(model: nn.Module, loss: torch.Tensor, world: World) -> None:
 @distributed(1, 2, 3, 4)
 @pytest.mark.parametrize("lazy", [False, True], ids=["", "lazy"])
 def test_attached_gradients_are_summed_in_the_masters_dtype(world: World, lazy: bool) -> None:
-    pretend_hosts(world)  # else what a host adds up is rounded once more on its way
+    pretend_hosts(world)  # all on one host: the sum is in the order of the ranks
     model, theirs = Loss(), Loss()
     optimizer = ours(model, AdamW, lr=0.01)
     optimizer.attach(model, lazy_gather=lazy)
@@ -159,6 +163,179 @@ def test_float16_with_a_loss_scale(world: World) -> None:
     assert float(optimizer.grad_norm(torch.inf)) == pytest.approx(average, rel=1e-3)
     scaler.step(optimizer)
     scaler.update()
+
+
+# ---------------------------------------- attached, accumulated ---------------------------------
+
+
+def attached(
+    feed: str, model: nn.Module, **options: Any
+) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    module = DistributedDataParallel(model, **options) if feed == "ddp" else model
+    optimizer = ours(model, AdamW, lr=0.01)
+    optimizer.attach(module)
+    return module, optimizer
+
+
+def gradients_of(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor | None]:
+    return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+
+def expected_average(world: World, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums of this rank, rounded for the wire, summed in float32 in the order of the ranks."""
+    found = []
+    for total in mine:
+        share = (total * (1 / world.size)).to(BF16)
+        everyone = [torch.empty_like(share) for _ in range(world.size)]
+        dist.all_gather(everyone, share)
+        average = everyone[0].to(FP32)
+        for other in everyone[1:]:
+            average += other
+        found.append(average)
+    return found
+
+
+@distributed(1, 2, 3, 4)
+@EVERY_FEED
+def test_gradients_of_16_micro_batches_are_accumulated_in_float32(world: World, feed: str) -> None:
+    pretend_hosts(world)
+    model, twin = Loss(), Loss()
+    module, optimizer = attached(feed, model)
+    numel = sum(param.numel() for param in model.parameters())
+    held = optimizer.memory_report().gradients
+    wide = [torch.zeros_like(p, dtype=FP32) for p in twin.parameters()]
+    narrow, exact = [w.to(BF16) for w in wide], [w.double() for w in wide]
+    for micro in range(16):
+        x = noise(6, 11, seed=(world.rank + 1, micro + 1)).to(BF16)
+        for sums in (wide, narrow, exact):
+            for total, grad in zip(sums, gradients_of(twin, twin(x)), strict=True):
+                total.add_(grad)
+        if micro == 15:
+            module(x).backward()
+            break
+        with optimizer.no_sync():
+            module(x).backward()
+        assert all(param.grad is None for param in model.parameters())
+        assert optimizer.memory_report().gradients == held + 4 * numel
+    assert optimizer.memory_report().gradients == held
+    found = [optimizer.full_grad(param) for param in model.parameters()]
+    for mine, expected in zip(found, expected_average(world, wide), strict=True):
+        assert torch.equal(mine, expected)
+
+    for total in exact:
+        dist.all_reduce(total)
+
+    def error(averages: list[torch.Tensor]) -> float:
+        pairs = zip(averages, exact, strict=True)
+        differences = [(each - whole / world.size).norm() for each, whole in pairs]
+        return float(torch.stack(differences).norm() * world.size / norm)
+
+    norm = torch.stack([whole.norm() for whole in exact]).norm()
+    assert error(found) < 2**-9  # one rounding, for the wire
+    assert error(found) < 0.5 * error(expected_average(world, narrow))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@distributed(2)
+@EVERY_FEED
+def test_without_masters_gradients_are_accumulated_in_param_grad(world: World, feed: str) -> None:
+    model = Loss()
+    module = DistributedDataParallel(model) if feed == "ddp" else model
+    optimizer = ours(model, AdamW, lr=0.01, master_dtype=None)
+    optimizer.attach(module)
+    with optimizer.no_sync():
+        module(torch.ones(2, 11, dtype=BF16)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+class Branches(Loss):
+    """Uses the second layer only if it is told to."""
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        return super().forward(x) if both else self.first(x).square().mean()
+
+
+@distributed(1, 2)
+@EVERY_FEED
+def test_what_was_accumulated_is_averaged_once_or_dropped(world: World, feed: str) -> None:
+    pretend_hosts(world)
+    model, twin = Branches(), Branches()
+    module, optimizer = attached(feed, model, find_unused_parameters=True)
+    x = noise(6, 11, seed=(world.rank + 1,)).to(BF16)
+
+    def accumulate(both: bool = True) -> None:
+        with optimizer.no_sync():
+            module(x, both).backward()
+
+    def is_held() -> bool:
+        return optimizer.memory_report().gradients > slots
+
+    slots = optimizer.memory_report().gradients
+    for drop in (optimizer.zero_grad, module.zero_grad):
+        accumulate()
+        assert is_held()
+        drop()
+        assert not is_held()
+    accumulate()
+    with pytest.raises(
+        RuntimeError, match=r"\(first\.weight\) has a gradient that was not averaged"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+
+    # The second layer has a gradient inside no_sync() only. So has a layer that was unfrozen, which
+    # the next step plans.
+    accumulate()
+    accumulate()
+    module(x, False).backward()
+    assert not is_held()
+    wide = [torch.zeros_like(p, dtype=FP32) for p in twin.parameters()]
+    for both in (True, True, False):
+        for total, grad in zip(wide, gradients_of(twin, twin(x, both)), strict=True):
+            total.add_(0 if grad is None else grad)
+    expected = expected_average(world, wide)
+    for param, average in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(optimizer.full_grad(param), average)
+    optimizer.step()
+
+    # A backward that raises is given up, with what was accumulated before it.
+    accumulate()
+    handle = model.first.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module(x).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    assert not is_held()
+    module(x).backward()
+    optimizer.step()
+    accumulate()
+    optimizer.detach()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@distributed(2)
+@EVERY_FEED
+def test_what_was_unfrozen_is_accumulated_in_float32(world: World, feed: str) -> None:
+    pretend_hosts(world)
+    model, twin = Loss(), Loss()
+    model.second.requires_grad_(False)
+    module, optimizer = attached(feed, model)
+    module(torch.ones(2, 11, dtype=BF16)).backward()
+    optimizer.step()
+    twin.load_state_dict(model.state_dict())
+    model.second.requires_grad_(True)
+    wide = [torch.zeros_like(p, dtype=FP32) for p in twin.parameters()]
+    for micro in range(8):
+        x = noise(6, 11, seed=(world.rank + 1, micro + 1)).to(BF16)
+        for total, grad in zip(wide, gradients_of(twin, twin(x)), strict=True):
+            total.add_(grad)
+        with contextlib.nullcontext() if micro == 7 else optimizer.no_sync():
+            module(x).backward()
+    for param, average in zip(model.parameters(), expected_average(world, wide), strict=True):
+        assert torch.equal(optimizer.full_grad(param), average)
+    optimizer.step()
 
 
 # ---------------------------------------- parameters that others change -------------------------

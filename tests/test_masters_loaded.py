@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import local_of, plan_of
 from masters import BF16, FP32, Net, give_gradients, ours, pair, train
 from test_masters_saved import EVERY_WAY, Heard, through_a_dict
 from torch import nn
@@ -159,7 +160,7 @@ def test_master_copies_of_another_ranks_pieces_are_warned_of(world: World, which
         param.grad = torch.ones_like(param)
     optimizer.step()
     state = full_state(optimizer)
-    plan = optimizer._plan
+    plan = plan_of(optimizer)
     (last,) = {piece.param for piece in plan.pieces(world.size - 1)}
     for number in state:
         if (number == last) == (which == "lacking"):
@@ -196,7 +197,7 @@ def test_a_full_state_dict_waits_for_the_parameters(world: World, lazy: bool) ->
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.5, master_dtype=FP32)
     optimizer.attach(model, lazy_gather=lazy)
     x = torch.ones(192, dtype=BF16)
-    for piece in optimizer._plan.pieces(0):
+    for piece in plan_of(optimizer).pieces(0):
         if piece.param == 1:
             x[piece.start : piece.stop] = 0.001
     model(x).backward()
@@ -225,5 +226,5 @@ def test_masters_follow_their_parameters_on_the_device(world: World) -> None:
     with torch.no_grad():
         model.first.weight.mul_(2.0)
     with NoNumbers():
-        optimizer._local.masters.follow_params()
-    assert not any(owned.is_ahead for owned in optimizer._local.pieces)
+        local_of(optimizer).masters.follow_params()
+    assert not any(owned.is_ahead for owned in local_of(optimizer).pieces)

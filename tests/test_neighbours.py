@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed, lend_nothing, pretend_hosts
+from inside import CAN_READ, lanes_of, plan_of, share_memory_from, transfers_of, wait_for_readers
 from models import Mlp
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -176,7 +177,7 @@ def test_the_switch_on_one_rank_concerns_that_rank(world: World) -> None:
 def test_one_rank_that_cannot_read_the_others_makes_all_send(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == world.size - 1:
-            patch.setattr(onecopy.neighbours, "_can_read", lambda *_: False)
+            patch.setattr(*CAN_READ, lambda *_: False)
         assert not Transport().neighbours
 
 
@@ -200,11 +201,11 @@ def trained(
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), AdamW, parameters_as_bucket_view=views, bucket_mb=BUCKET_MB, lr=0.1
     )
-    assert len(optimizer._plan.buckets) > 4  # more than there is staging for
+    assert len(plan_of(optimizer).buckets) > 4  # more than there is staging for
     if attached:
         optimizer.attach(model, lazy_gather=lazy)
         if not all_are_lent:
-            lanes = optimizer._attachment.reducer.roadway.lanes
+            lanes = lanes_of(optimizer)
             assert {len(lane.passage.readers) for lane in lanes} == {0, world.size - 1}
     for step in range(6):
         optimizer.zero_grad()
@@ -230,7 +231,7 @@ def test_what_is_read_in_place_is_what_would_have_been_sent(
     world: World, mode: tuple[bool, bool], views: bool
 ) -> None:
     pretend_hosts(world)
-    onecopy.neighbours.WORTH_LENDING = 1
+    share_memory_from(1)
     lent = trained(world, *mode, views)
     lend_nothing()
     sent = trained(world, *mode, views)
@@ -240,11 +241,11 @@ def test_what_is_read_in_place_is_what_would_have_been_sent(
 @distributed(4)
 def test_only_large_parts_are_lent(world: World) -> None:
     pretend_hosts(world)
-    onecopy.neighbours.WORTH_LENDING = 4096
+    share_memory_from(4096)
     params = [nn.Parameter(torch.zeros(4 * 1024)), nn.Parameter(torch.zeros(16))]
     for numel_lent, given in [(1024, params[:1]), (0, params[1:])]:
         optimizer = ZeroRedundancyOptimizer(given, SGD, lr=1.0)
-        (transfer,) = optimizer._shards.gatherer._transfers
+        (transfer,) = transfers_of(optimizer)
         if numel_lent:
             assert transfer.lending is not None
             assert transfer.lending.part.numel() == numel_lent
@@ -271,7 +272,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     pretend_hosts(world)
     lend_nothing()
     expected = trained(world, True, False, False)
-    onecopy.neighbours.WORTH_LENDING = 1 if all_are_lent else 128 // world.size
+    share_memory_from(1 if all_are_lent else 128 // world.size)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == slow:
             patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
@@ -321,11 +322,11 @@ def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None
     thread = threading.Timer(0.2, reader.give_back, (1, 1))
     thread.start()
     start = time.monotonic()
-    onecopy.neighbours._linger({memory}, {1: os.getpid()})
+    wait_for_readers({memory}, {1: os.getpid()})
     assert 0.1 < time.monotonic() - start < 4
     memory.lend([1])  # it has mapped the memory, and needs nobody any more
     start = time.monotonic()
-    onecopy.neighbours._linger({memory}, {1: os.getpid()})
+    wait_for_readers({memory}, {1: os.getpid()})
     assert time.monotonic() - start < 1
     thread.join()
 
@@ -336,7 +337,7 @@ def test_nobody_lingers_for_a_reader_that_has_ended() -> None:
     memory = SharedMemory(100, world_size=2)
     memory.lend([1])
     start = time.monotonic()
-    onecopy.neighbours._linger({memory}, {1: ended.pid})
+    wait_for_readers({memory}, {1: ended.pid})
     assert time.monotonic() - start < 1
 
 

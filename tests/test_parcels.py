@@ -13,17 +13,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside import OWN_PARCEL_BYTES, PARCEL_BYTES, pack, unpack
 
 from onecopy import parcels as module
 from onecopy.parcels import (
-    _WORTH_ITS_OWN_PARCEL,
     PACKED_BYTES,
     RANGE_BYTES,
     Form,
     NotPlain,
     Range,
-    _pack,
-    _unpack,
     decode,
     encode,
     parcels,
@@ -153,7 +151,7 @@ def test_a_word_that_names_no_dtype_is_refused(word: str) -> None:
 
 SIZES = st.lists(
     st.integers(0, 100)
-    | st.integers(_WORTH_ITS_OWN_PARCEL - 2, _WORTH_ITS_OWN_PARCEL + 2)
+    | st.integers(OWN_PARCEL_BYTES - 2, OWN_PARCEL_BYTES + 2)
     | st.sampled_from([RANGE_BYTES - 1, RANGE_BYTES, RANGE_BYTES + 1, 3 * RANGE_BYTES + 5]),
     max_size=200,
 )
@@ -169,7 +167,7 @@ def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: li
         total = sum(r.nbytes for r in parcel)
         if len(parcel) > 1:
             assert total <= PACKED_BYTES
-            assert all(sizes[r.position] < _WORTH_ITS_OWN_PARCEL for r in parcel)
+            assert all(sizes[r.position] < OWN_PARCEL_BYTES for r in parcel)
         assert total <= RANGE_BYTES
         for r in parcel:
             covered.setdefault(r.position, []).append(r)
@@ -181,7 +179,7 @@ def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: li
 
 def test_small_tensors_travel_together() -> None:
     assert len(list(parcels([4] * 10_000))) == 1
-    assert len(list(parcels([_WORTH_ITS_OWN_PARCEL - 1] * 65))) == 2
+    assert len(list(parcels([OWN_PARCEL_BYTES - 1] * 65))) == 2
     assert list(parcels([])) == list(parcels([0, 0])) == []
 
 
@@ -198,8 +196,8 @@ def test_packing_and_unpacking_keeps_every_bit_of_every_dtype(
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     for parcel in parcels(sizes):
         buffer = torch.empty(sum(r.nbytes for r in parcel), dtype=torch.uint8)
-        _pack(parcel, tensors, buffer)
-        _unpack(parcel, rooms, buffer)
+        pack(parcel, tensors, buffer)
+        unpack(parcel, rooms, buffer)
     assert all(map(same_bits, tensors, rooms))
 
 
@@ -207,10 +205,10 @@ def test_ranges_of_tensors_are_packed_one_after_the_other() -> None:
     tensors = [torch.arange(4, dtype=torch.int16), torch.arange(10, 20, dtype=torch.uint8)]
     ranges = [Range(0, 2, 6), Range(1, 7, 9), Range(0, 6, 8)]
     buffer = torch.full((9,), 99, dtype=torch.uint8)
-    _pack(ranges, tensors, buffer)
+    pack(ranges, tensors, buffer)
     assert buffer.tolist() == [1, 0, 2, 0, 17, 18, 3, 0, 99]
     rooms = [torch.zeros_like(tensor) for tensor in tensors]
-    _unpack(ranges, rooms, buffer)
+    unpack(ranges, rooms, buffer)
     assert rooms[0].tolist() == [0, 1, 2, 3]
     assert rooms[1].tolist() == [0] * 7 + [17, 18, 0]
 
@@ -283,7 +281,7 @@ def test_tensors_of_several_ranks_arrive_bit_for_bit(monkeypatch: pytest.MonkeyP
     # Small limits give every rank many parcels of both sorts, also in an unequal number.
     monkeypatch.setattr(module, "PACKED_BYTES", 64)
     monkeypatch.setattr(module, "RANGE_BYTES", 100)
-    monkeypatch.setattr(module, "_WORTH_ITS_OWN_PARCEL", 48)
+    monkeypatch.setattr(*PARCEL_BYTES, 48)
     tensors = {
         rank: [
             random_bits(dtype, numel * (rank + 1), seed=rank)

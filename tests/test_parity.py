@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, distributed
+from harness import World, distributed, is_native
+from inside import ALL_GATHER_SINGLE, params_of, plan_of, traffic_of
 from models import (
     SMALL_BUCKETS,
     BranchNet,
@@ -104,7 +105,7 @@ def test_every_elementwise_class_is_bit_equal_to_the_unsharded_one(
 ) -> None:
     cls, _ = CASES[case]
     twins = Twins(world, Mlp(), cls, groups=weights_and_biases, **options_of(case, implementation))
-    assert len(twins.optimizer._plan.buckets) > 1 or world.size == 1
+    assert len(plan_of(twins.optimizer).buckets) > 1 or world.size == 1
     total = sum(p.numel() for p in twins.model.parameters())
     unit = 16 if implementation == "fused" else 1
     assert owned_elements(twins.optimizer) <= total / world.size + unit * world.size
@@ -532,19 +533,22 @@ def test_freezing_and_unfreezing_at_any_time_is_bit_equal(world: World, bucket_v
             getattr(model, name).requires_grad_(not frozen)
 
     def sent_in(steps: int) -> int:
-        before = twins.optimizer._transport.traffic.bytes
+        before = traffic_of(twins.optimizer).bytes
         twins.train(steps)
-        return twins.optimizer._transport.traffic.bytes - before
+        return traffic_of(twins.optimizer).bytes - before
 
     def bytes_of(*names: str) -> int:
         """On all wires, in one step."""
         modules = [getattr(twins.model, name) for name in names]
         return sum(4 * p.numel() for m in modules for p in m.parameters()) * (world.size - 1)
 
-    def everywhere(sent: int) -> int:
+    def assert_sent(sent: int, expected: int) -> None:
         total = torch.tensor(sent)
         dist.all_reduce(total)
-        return int(total)
+        # all_gather pads the slots of a stream's last bucket: by one element, twice in two steps.
+        streams = len(plan_of(twins.optimizer).streams)
+        padding = 2 * streams * 4 * world.size * (world.size - 1) if is_native() else 0
+        assert expected <= int(total) <= expected + padding
 
     model = Mlp()
     model.first.requires_grad_(False)
@@ -559,7 +563,7 @@ def test_freezing_and_unfreezing_at_any_time_is_bit_equal(world: World, bucket_v
     )
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert owned_elements(twins.optimizer) in (total // world.size, total // world.size + 1)
-    assert everywhere(sent_in(2)) == 2 * bytes_of("norm", "second")
+    assert_sent(sent_in(2), 2 * bytes_of("norm", "second"))
     assert torch.equal(twins.model.first.weight, twins.start.first.weight)
 
     freeze("second", True)
@@ -568,9 +572,9 @@ def test_freezing_and_unfreezing_at_any_time_is_bit_equal(world: World, bucket_v
     assert torch.equal(twins.model.second.weight, kept)
 
     freeze("first", False)
-    assert everywhere(sent_in(2)) == 2 * bytes_of("first", "norm", "second")
+    assert_sent(sent_in(2), 2 * bytes_of("first", "norm", "second"))
     assert not torch.equal(twins.model.first.weight, twins.start.first.weight)
-    assert twins.optimizer._plan.params == set(range(len(twins.optimizer._all_params)))
+    assert plan_of(twins.optimizer).params == set(range(len(params_of(twins.optimizer))))
 
     freeze("second", False)
     freeze("first", True)
@@ -728,7 +732,7 @@ def test_all_gather_and_broadcasts_of_other_backends_are_bit_equal(
     world: World, bucket_view: bool
 ) -> None:
     calls: list[str] = []
-    all_gather, broadcast = onecopy.transport._all_gather_single, dist.broadcast
+    all_gather, broadcast = getattr(*ALL_GATHER_SINGLE), dist.broadcast
     zero = {"parameters_as_bucket_view": bucket_view}
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -752,7 +756,7 @@ def test_all_gather_and_broadcasts_of_other_backends_are_bit_equal(
     with pytest.MonkeyPatch.context() as patch:
         # gloo under another name is treated as any backend that we do not know.
         patch.setattr(onecopy.transport, "backends", lambda _: {"cpu": "another"})
-        patch.setattr(onecopy.transport, "_all_gather_single", noted("all_gather", all_gather))
+        patch.setattr(*ALL_GATHER_SINGLE, noted("all_gather", all_gather))
         patch.setattr(dist, "broadcast", noted("broadcast", broadcast))
         for model in (Mlp(), Mlp(width=16), MixedNet(), TiedNet(), ConvNet()):
             assert steps_call(Twins(world, model, AdamW, zero=zero, lr=0.01)) == {"all_gather"}
@@ -769,7 +773,7 @@ def test_classes_are_bit_equal_through_the_backends_all_gather(
 ) -> None:
     zero = {"parameters_as_bucket_view": bucket_view}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onecopy.transport.Transport, "gathers_equal_slots", lambda *_: True)
+        patch.setenv("ONECOPY_COMM", "c10d")
         for case in ("SGD-momentum", "Adam", "AdamW-amsgrad", "Adagrad"):
             cls, _ = CASES[case]
             twins = Twins(world, Mlp(), cls, zero=zero, **options_of(case, implementation))

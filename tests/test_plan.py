@@ -319,6 +319,47 @@ def test_a_later_group_fills_up_the_ranks_that_hold_less(world: int) -> None:
 # ------------------------------------------------------------------ where cuts may lie
 
 
+@given(
+    world=st.integers(1, 9),
+    batches=st.lists(
+        st.lists(
+            st.tuples(st.integers(1, 40), st.sampled_from(["float32", "float64"])), min_size=1
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+@anything
+def test_remainders_go_to_a_cyclic_run_of_ranks_in_the_users_order(
+    world: int, batches: list[list[tuple[int, str]]]
+) -> None:
+    """Streams are dealt in the order of their first parameter, each where the last one ended."""
+    plan, index, end = make_plan([], world), 0, 0
+    for batch in batches:
+        streams: dict[str, int] = {}
+        specs = []
+        for numel, dtype in batch:
+            specs.append(ParamSpec(index, numel, dtype, ITEMSIZES[dtype]))
+            streams[dtype] = streams.get(dtype, 0) + numel
+            index += 1
+        before, plan = len(plan.streams), plan.extended(specs)
+        for dtype, numel in streams.items():  # in the order of their first parameter
+            number = next(n for n, s in enumerate(plan.streams) if n >= before and s.dtype == dtype)
+            extra = [rank for b in plan.buckets if b.stream == number for rank in b.extra]
+            assert extra == sorted((end + i) % world for i in range(numel % world))
+            end += numel % world
+
+
+def test_a_single_small_parameter_is_owned_by_rank_0_and_the_next_stream_goes_on_after_it() -> None:
+    first = ParamSpec(0, 1, "float64", 8)
+    second, third = ParamSpec(1, 2, "float32", 4), ParamSpec(2, 1, "complex64", 8)
+    plan = make_plan([first, second, third], 4)
+    owners = {piece.param: rank for rank in range(4) for piece in plan.pieces(rank)}
+    assert owners == {0: 0, 1: 2, 2: 3}  # of parameter 1, rank 1 owns the first element
+    later = plan.extended([ParamSpec(3, 1, "float32", 4)])
+    assert [rank for rank in range(4) for piece in later.pieces(rank) if piece.param == 3] == [0]
+
+
 @given(histories())
 @anything
 def test_narrow_dtypes_are_cut_at_multiples_of_64_and_fused_ones_of_16(history: History) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from equal_bits import count_of_different_elements, have_equal_bits
 from harness import RankFailure, World, run_on_ranks
+from inside import BEFORE_LAZY_FORWARD, take_first
 from race_courses import FEEDS, LENT_FROM, Course, courses, first_difference
 from race_delays import DELAYED, Delays
 from races import batches, race
@@ -21,7 +22,6 @@ from races import batches, race
 from onecopy.flights import Flights
 from onecopy.gatherer import Gatherer
 from onecopy.lanes import Lane
-from onecopy.lazy import LazyWaits
 from onecopy.neighbours import Loan, Neighbourhood
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
@@ -43,7 +43,11 @@ def test_courses_take_every_way_there_is() -> None:
     assert {course.feed for course in found} == set(FEEDS)
     assert sum(course.saves for course in found) > len(found) // 5
     assert sum(course.lazy for course in found) > len(found) // 5
-    assert {size for size, _ in batches(1, 100)} == {2, 3, 4}
+    for runs in (20, 100):
+        assert {size for size, _ in batches(1, runs)} == {2, 3, 4}
+    assert [course for _, batch in batches(1, 3) for _, course in batch] != [
+        course for _, batch in batches(2, 3) for _, course in batch
+    ]
     seeds = [seed for _, batch in batches(7, 50) for seed, _ in batch]
     assert seeds == list(range(7, 57))
     lent = Counter((size, c.lent_from) for size, batch in batches(7, 180) for _, c in batch)
@@ -76,7 +80,7 @@ def do_nothing(*_: Any) -> None:
 
 def land_without_waiting(flights: Flights) -> None:
     """As ``Flights.land``; what has not arrived yet is added up as it is."""
-    flight = flights._under_way.popleft()
+    flight = take_first(flights)
     flight.lane.add(flight.read())
     flight.pending.wait()
 
@@ -100,7 +104,7 @@ def launch_at_once_what_is_sent(
 
 
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
-    "a forward does not wait": [(LazyWaits, "_before", do_nothing)],
+    "a forward does not wait": [(*BEFORE_LAZY_FORWARD, do_nothing)],
     "a bucket is not awaited": [(Flights, "land", land_without_waiting)],
     "a lender does not wait": [(Neighbourhood, "wait_until_read", do_nothing)],
     "a loan is given back too early": [

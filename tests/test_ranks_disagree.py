@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import count_steps
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
@@ -346,13 +347,13 @@ def test_consolidating_different_things_is_refused_everywhere(world: World) -> N
         opt.consolidate_state_dict(to=world.rank % 2)
     assert "to rank 0" in require_same_text(caught.value)
     if world.rank == 1:
-        opt._steps += 1  # as if it had stepped once more; a real step would wait for the others
+        count_steps(opt, 1)  # as if it had stepped once more; a real step would wait for the others
     with pytest.raises(RanksDisagree) as caught:
         opt.consolidate_state_dict()
     text = require_same_text(caught.value)
     assert "rank 1: after 2 steps" in text
     if world.rank == 1:
-        opt._steps -= 1
+        count_steps(opt, -1)
     opt.consolidate_state_dict()
     step(opt, params)
     assert params[0].tolist() == [0.0] * 10

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed, pretend_hosts
+from inside import has_full_state, traffic_of
 from models import Mlp, Twins, average_gradients, noise
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -94,7 +95,7 @@ def test_w10_w11_consolidation_sends_state_bytes_to_the_target_and_nothing_else(
     state_bytes = sum(t.numel() * t.element_size() for t in tensors)
     assert state_bytes >= 2 * FLOAT * owned_elements(opt)
     target = world.size - 1
-    traffic = opt._transport.traffic
+    traffic = traffic_of(opt)
     before = traffic.bytes
     opt.consolidate_state_dict(to=target)
     sent = traffic.bytes - before
@@ -106,9 +107,9 @@ def test_w10_w11_consolidation_sends_state_bytes_to_the_target_and_nothing_else(
         # The state as it is, and a short text that says what it is.
         assert state_bytes <= sent <= state_bytes + 4096
     if world.rank == target:  # nothing stays behind once a step has been taken
-        assert opt._full_state.is_here
+        assert has_full_state(opt)
     opt.step()
-    assert not opt._full_state.is_here
+    assert not has_full_state(opt)
 
 
 @distributed(2, 3, 4)
@@ -118,9 +119,9 @@ def test_w12_a_step_sends_each_element_once_to_each_other_rank(world: World) -> 
     opt = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
     for param in params:
         param.grad = torch.ones_like(param)
-    before = opt._transport.traffic.bytes
+    before = traffic_of(opt).bytes
     opt.step()
-    sent = opt._transport.traffic.bytes - before
+    sent = traffic_of(opt).bytes - before
     assert sent == FLOAT * (world.size - 1) * owned_elements(opt)
     assert sum(on_all_ranks(sent)) == FLOAT * (world.size - 1) * 1011
 
@@ -132,7 +133,7 @@ def test_w13_a_step_sends_buckets_and_no_frozen_parameters(world: World) -> None
     opt = ZeroRedundancyOptimizer([*params, frozen], SGD, lr=0.1)
     for param in params:
         param.grad = torch.ones_like(param)
-    traffic = opt._transport.traffic
+    traffic = traffic_of(opt)
     messages, sent = traffic.messages, traffic.bytes
     opt.step()
     assert traffic.messages - messages == world.size - 1  # one bucket, one message to each

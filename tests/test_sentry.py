@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from flips import flip
 from harness import World, distributed
+from inside import local_of, params_of, plan_of, refusal_of
 from models import Mlp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, Adam, AdamW
@@ -146,7 +147,7 @@ def test_a_bit_flipped_in_the_state_is_found_within_check_every_steps(
 
 def tensors_of_state(optimizer: ZeroRedundancyOptimizer) -> list[tuple[str, torch.Tensor]]:
     found = [
-        ("master_param", owned.tensor) for owned in optimizer._local.pieces if owned.has_master
+        ("master_param", owned.tensor) for owned in local_of(optimizer).pieces if owned.has_master
     ]
     for state in optimizer.state.values():
         found += [(key, value) for key, value in state.items() if torch.is_tensor(value)]
@@ -231,8 +232,8 @@ def test_a_flip_that_the_next_step_heals_or_spreads_is_found_later(world: World,
 
 
 def _pieces(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[Any]:
-    index = next(i for i, p in enumerate(optimizer._all_params) if p is param)
-    plan = optimizer._plan
+    index = next(i for i, p in enumerate(params_of(optimizer)) if p is param)
+    plan = plan_of(optimizer)
     of_all: Callable[[int], Any] = plan.pieces
     return [p for rank in range(plan.world_size) for p in of_all(rank) if p.param == index]
 
@@ -270,7 +271,7 @@ def test_a_step_that_failed_in_the_middle_on_one_rank_leaves_the_histories_level
         optimizer.zero_grad()
         model(model.batch((0,))).backward()
 
-    assert len(optimizer._plan.buckets) > 2
+    assert len(plan_of(optimizer).buckets) > 2
     for _ in range(2):
         backward()
         optimizer.step()
@@ -291,7 +292,7 @@ def test_a_step_that_failed_in_the_middle_on_one_rank_leaves_the_histories_level
             pytest.raises(AssertionError, match="broken"),
         ):
             optimizer.step()
-        assert optimizer._condition.refusal is not None
+        assert refusal_of(optimizer) is not None
     else:
         optimizer.step()
     optimizer.load_state_dict(copy.deepcopy(saved[0]))
@@ -313,9 +314,9 @@ def test_a_flip_is_remembered_when_the_plan_changes(world: World) -> None:
         param.data.view(torch.int32).flatten()[0] ^= 1 << 20
     training.step()
     training.model.norm.requires_grad_(True)
-    plan = training.optimizer._plan
+    plan = plan_of(training.optimizer)
     training.step()
-    assert training.optimizer._plan is not plan
+    assert plan_of(training.optimizer) is not plan
     text = training.until_it_raises(3)
     assert f"({name}) is not the same on all ranks" in text
     assert "before step 1 to 6" in text

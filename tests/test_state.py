@@ -15,6 +15,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import params_of, traffic_of
 from states import (
     ALL_SIZES,
     ELEMENTWISE,
@@ -77,11 +79,42 @@ def test_only_the_rank_that_asked_has_the_state_dict(world: World) -> None:
 def test_before_the_first_step_every_rank_has_the_dict(world: World) -> None:
     twins = Twins(assorted, two_groups, torch.optim.AdamW)
     assert_same(twins.opt.state_dict(), twins.plain.state_dict())
-    twins.opt.load_state_dict(twins.opt.state_dict())  # as trainers do, to move it to a device
+    for _ in range(2):
+        twins.opt.load_state_dict(twins.opt.state_dict())  # as trainers do, to move it to a device
+        assert_same(twins.opt.state_dict(), twins.plain.state_dict())
     twins.step(2)
+    with pytest.raises(RuntimeError, match="has stepped"):
+        twins.opt.state_dict()
     assert_same(consolidated_everywhere(twins.opt), twins.plain.state_dict())
     new = Twins(assorted, two_groups, torch.optim.AdamW)
     new.opt.load_state_dict(twins.plain.state_dict())
+    with pytest.raises(RuntimeError, match="a state dict was loaded"):
+        new.opt.state_dict()
+
+
+@distributed(*ALL_SIZES)
+def test_a_new_optimizer_with_another_group_loads_its_own_empty_state(
+    world: World, tmp_path: Path
+) -> None:
+    twins = Twins(assorted, two_groups, torch.optim.AdamW)
+    extra = [[parameter((5,), 3)] for _ in range(2)]
+    for opt, params in zip((twins.opt, twins.plain), extra, strict=True):
+        opt.add_param_group({"params": params, "lr": 0.5})
+    expected = copy.deepcopy(twins.plain.state_dict())
+    assert_same(twins.opt.state_dict(), expected)
+    twins.opt.load_state_dict(twins.opt.state_dict())
+    assert_same(twins.opt.state_dict(), expected)
+    twins.opt.save(tmp_path / "empty")
+    twins.opt.load(tmp_path / "empty")
+    assert_same(twins.opt.state_dict(), expected)
+    twins.step(2)
+    twins.opt.save(tmp_path / "trained")
+    twins.opt.load_state_dict(expected)  # to a trained one this may be news to some ranks only
+    with pytest.raises(RuntimeError, match="a state dict was loaded"):
+        twins.opt.state_dict()
+    new = Twins(assorted, two_groups, torch.optim.AdamW)
+    new.opt.add_param_group({"params": [parameter((5,), 3)]})
+    new.opt.load(tmp_path / "trained")
     with pytest.raises(RuntimeError, match="a state dict was loaded"):
         new.opt.state_dict()
 
@@ -139,7 +172,7 @@ def test_ranks_of_a_subgroup_are_counted_within_it(world: World) -> None:
     )
     reference = matrices()
     plain = torch.optim.Adam(reference, lr=0.01)
-    for params in (reference, opt._all_params):
+    for params in (reference, params_of(opt)):
         for number, param in enumerate(params):
             param.grad = torch.full_like(param, number + 1.0)
     plain.step()
@@ -547,11 +580,11 @@ def test_a_state_larger_than_a_parcel_travels_in_many(
 
     ours = {"partition": partition}
     twins = Twins(some, two_groups, torch.optim.AdamW, ours, lr=0.01).step()
-    before = twins.opt._transport.traffic.messages
+    before = traffic_of(twins.opt).messages
     with small_parcels(*limits):
         twins.assert_equal_dicts(to=world.size - 1)
     if world.rank != world.size - 1:
-        assert twins.opt._transport.traffic.messages - before > 5
+        assert traffic_of(twins.opt).messages - before > 5
 
 
 @distributed(2, 3, 4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import traffic_of
 from states import (
     ALL_SIZES,
     ELEMENTWISE,
@@ -542,10 +543,10 @@ def test_every_rank_may_load_a_dict_of_its_own_making(world: World) -> None:
     """Loading is not collective: no rank waits for another, and all end up with the same job."""
     twins = adam(world).step(2)
     full = twins.consolidated()
-    before = twins.opt._transport.traffic.messages
+    before = traffic_of(twins.opt).messages
     with mock.patch.object(dist, "all_gather", side_effect=AssertionError("a collective")):
         twins.opt.load_state_dict(copy.deepcopy(full))
-    assert twins.opt._transport.traffic.messages == before
+    assert traffic_of(twins.opt).messages == before
     twins.plain.load_state_dict(copy.deepcopy(full))
     twins.step(2)
 

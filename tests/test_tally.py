@@ -22,6 +22,7 @@ from onecopy.hosts import Hosts
 from onecopy.kinds import Kind
 from onecopy.lending import SharedMemory
 from onecopy.neighbours import Neighbourhood
+from onecopy.pieces import grad_dtype, gradient_held_in
 from onecopy.plan import ParamSpec, Plan, make_plan
 from onecopy.reducer import Reducer
 from onecopy.tally import imbalance, slot_elements, tally
@@ -73,14 +74,14 @@ class PretendedTransport:
 
     rank: int
     world_size: int
-    equal_slots: bool
+    native: bool
     one_host: bool = False
     company: ClassVar[Any] = SimpleNamespace(attachments=0)
 
-    def gathers_equal_slots(self, _: torch.device) -> bool:
-        return self.equal_slots
+    def is_native(self, _: torch.device) -> bool:
+        return self.native
 
-    reduces_equal_slots = gathers_equal_slots
+    sends_one_by_one = Transport.sends_one_by_one
     lends, others = Transport.lends, Transport.others
 
     @property
@@ -143,20 +144,34 @@ def test_gathers_take_the_staging_that_was_foreseen(
     assert gatherer.staged_bytes == foreseen.on(rank)
 
 
-@given(histories(numels=SIZES), WAYS, st.data())
+DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
+
+
+@given(histories(numels=SIZES), WAYS, DTYPES, st.sampled_from([None, torch.float32]), st.data())
 @anything
 def test_reductions_take_the_staging_that_was_foreseen(
-    history: History, way: str, data: st.DataObject
+    history: History,
+    way: str,
+    wire: torch.dtype | None,
+    master: torch.dtype | None,
+    data: st.DataObject,
 ) -> None:
     history = on_one_device(history)
     plan, params = history.plan(), tensors_for(history)
     rank = data.draw(st.integers(0, plan.world_size - 1))
     equal_slots, one_host = way == "slots", way == "memory"
     transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
-    reducer = Reducer(transport, None, None)
+    reducer = Reducer(transport, wire, master)
     reducer.prepare(plan, params)
+
+    def first(stream: int) -> torch.Tensor:
+        return params[plan.streams[stream].params[0]]
+
     foreseen = ReduceStaging(
-        plan, Ways(equal_slots, one_host), lambda stream: getattr(torch, plan.streams[stream].dtype)
+        plan,
+        Ways(equal_slots, one_host),
+        lambda stream: wire or grad_dtype(first(stream)),
+        lambda stream: gradient_held_in(first(stream), master),
     )
     assert reducer.roadway.staged_bytes == foreseen.on(rank)
 
@@ -176,4 +191,5 @@ def test_a_plan_of_nothing(world: int) -> None:
     plan = Plan(world, 1)
     assert tally(plan).loads(world) == [0] * world
     assert GatherStaging(plan, Ways(True)).on(0) == 0
-    assert ReduceStaging(plan, Ways(True), lambda _: torch.float32).on(0) == 0
+    dtype = lambda _: torch.float32  # noqa: E731
+    assert ReduceStaging(plan, Ways(True), dtype, dtype).on(0) == 0

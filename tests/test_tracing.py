@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World, distributed
+from inside import is_tracing, local_of, plan_of
 from models import SMALL_BUCKETS, Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -115,8 +116,8 @@ def test_every_phase_of_every_bucket_is_named(world: World, kind: str, tmp_path:
     assert [step.number for step in timeline.steps] == [2, 3]
     named = Counter(e["name"].removeprefix("onecopy::") for e in events if e.get("ph") == "X")
     optimizer = training.optimizer
-    buckets = range(len(optimizer._plan.buckets))
-    mine = {owned.piece.bucket for owned in optimizer._local.pieces}
+    buckets = range(len(plan_of(optimizer).buckets))
+    mine = {owned.piece.bucket for owned in local_of(optimizer).pieces}
     for bucket in buckets:
         assert named[f"gather {bucket}"] == 2
         # If lazy, those of the step before are awaited in the first traced forward.
@@ -235,7 +236,7 @@ def test_nothing_happens_if_nothing_is_asked_for(world: World, tmp_path: Path) -
             training.go_on(1)
             assert not torch.autograd.profiler._is_profiler_enabled
     os.chdir("/")
-    assert training.optimizer._tracing is None
+    assert not is_tracing(training.optimizer)
     assert lines == []
     assert list(tmp_path.iterdir()) == []
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
+from inside import private_group_of
 from torch.nn import Parameter
 from torch.optim import SGD, Adam
 
@@ -168,13 +169,13 @@ def test_all_optimizers_of_a_group_share_one_private_group(world: World) -> None
     before = groups()
     opts = [ZeroRedundancyOptimizer([Parameter(torch.ones(9))], SGD, lr=0.1) for _ in range(5)]
     assert groups() == before + 1
-    private = {id(opt._transport._group) for opt in opts}
+    private = {id(private_group_of(opt)) for opt in opts}
     assert len(private) == 1
-    assert opts[0]._transport._group is not dist.group.WORLD
+    assert private_group_of(opts[0]) is not dist.group.WORLD
     assert opts[0].process_group is dist.group.WORLD
     subgroup = dist.new_group(list(range(world.size)))
     other = ZeroRedundancyOptimizer([Parameter(torch.ones(9))], SGD, subgroup, lr=0.1)
-    assert id(other._transport._group) not in private
+    assert id(private_group_of(other)) not in private
     assert groups() == before + 3
 
 
@@ -195,15 +196,15 @@ def test_the_private_group_has_the_timeout_and_the_ranks_of_the_users(world: Wor
         pytest.skip("this torch does not tell a gloo group's timeout")
     default = Transport()
     assert timeout_of(dist.group.WORLD) == timedelta(seconds=47)
-    assert timeout_of(default._group) == timedelta(seconds=47)
+    assert timeout_of(private_group_of(default)) == timedelta(seconds=47)
     ranks = list(range(1, world.size))
     subgroup = dist.new_group(ranks, timeout=timedelta(seconds=33))
     if world.rank in ranks:
         transport = Transport(subgroup)
         assert (transport.rank, transport.world_size) == (world.rank - 1, world.size - 1)
         if world.size > 2:
-            assert timeout_of(transport._group) == timedelta(seconds=33)
-        assert dist.get_process_group_ranks(transport._group) == ranks
+            assert timeout_of(private_group_of(transport)) == timedelta(seconds=33)
+        assert dist.get_process_group_ranks(private_group_of(transport)) == ranks
 
 
 @distributed(3, 4)

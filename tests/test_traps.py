@@ -40,6 +40,7 @@ import torch.distributed.checkpoint as dcp
 from attached import EVERY_FEED, AttachedTwins
 from contract import Halving
 from harness import World, distributed
+from inside import local_of, plan_of
 from models import BranchNet, Mlp, noise, seed_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -198,7 +199,7 @@ def test_empty_parameters_and_empty_shards(
     shelf = Shelf(functools.partial(parameters, *shapes))
     zero = {"partition": partition}
     twins = AttachedTwins(world, shelf, AdamW, feed, zero=zero, lr=0.1)
-    owned = sum(owned.piece.numel for owned in twins.optimizer._shards.local.pieces)
+    owned = sum(owned.piece.numel for owned in local_of(twins.optimizer).pieces)
     assert sum(everyones(owned)) == sum(map(math.prod, shapes))
     twins.train(3)
     twins.backward()
@@ -249,7 +250,7 @@ def test_what_lies_in_the_padding_does_not_count(world: World, feed: str) -> Non
     make = functools.partial(parameters, *shapes, dtype=torch.bfloat16)
     # Smaller buckets than those, so that they take turns in the same staging.
     twins = AttachedTwins(world, Shelf(make), SGD, feed, zero={"bucket_mb": 1e-4}, lr=1e-3)
-    buckets = twins.optimizer._plan.buckets
+    buckets = plan_of(twins.optimizer).buckets
     assert len(buckets) > 3 or world.size == 1
     assert sum(bucket.numel for bucket in buckets) > sum(map(math.prod, shapes)) + 64
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -397,8 +398,8 @@ def test_a_layout_for_more_ranks_than_the_group_has_leaves_the_tail_unchanged(
         zero={"process_group": group, "bucket_mb": 25},
         lr=0.1,
     )
-    assert twins.optimizer._plan.world_size == len(members)
-    owned = torch.tensor(sum(owned.piece.numel for owned in twins.optimizer._shards.local.pieces))
+    assert plan_of(twins.optimizer).world_size == len(members)
+    owned = torch.tensor(sum(owned.piece.numel for owned in local_of(twins.optimizer).pieces))
     dist.all_reduce(owned, group=group)
     assert owned == sum(param.numel() for param in twins.model.parameters())
     before = [param.detach().clone() for param in twins.model.parameters()]

@@ -20,16 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import World
+from inside import is_attached, private_groups
 from torch.nn import Linear, Module, Parameter, Sequential
 from torch.optim import SGD
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.groups import _private_groups
 
 PATIENCE = 60.0  # seconds, the timeout of groups in which a difference is found at once
 SOON = 30.0  # well before that, however busy the machine is
 IMPATIENCE = 1.5  # seconds, the timeout where somebody is waited for in vain
 MESSAGE_PATIENCE = 4.0  # the same of messages from one rank to another, also before that
+
+
+# Public since torch 2.14, which warns of the old name.
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 class Found(enum.Enum):
@@ -102,8 +106,8 @@ class Rank:
         for want of a processor, and the group waits no longer than it must."""
         dist.monitored_barrier(timeout=timedelta(seconds=PATIENCE))
         if self.group is not None:
-            for group in (self.group, _private_groups[self.group]):
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=IMPATIENCE), group)
+            for group in (self.group, private_groups()[self.group]):
+                set_timeout(timedelta(seconds=IMPATIENCE), group)
 
     def stay_away(self) -> None:
         """Until the others have had their errors."""
@@ -178,7 +182,7 @@ def outcomes(row: Row, rank: Rank) -> list[Outcome]:
     rank.has_ended(Outcome(kind, str(error or ""), seconds))
     everyone = [rank.outcome_of(number) for number in range(rank.world.size)]
     for optimizer in rank.built:
-        if optimizer._attachment is not None:
+        if is_attached(optimizer):
             _let_go(optimizer)
     return everyone
 

@@ -1,6 +1,6 @@
 """Kill ranks of real jobs at chosen moments, and see whether the jobs go on as if nothing had been.
 
-    python trials/chaos.py --trials 55 --machines 5 --seed 0        (make chaos)
+    python trials/chaos.py --trials 55 --machines 5        (make chaos)
 
 A trial is one `kill -9` of a random rank: in backward, in step, in gather, while memory is lent, in
 save, in load, or at any time; 55 trials meet every site of `chaos_plan.py`. Five trials share a
@@ -33,6 +33,7 @@ import argparse
 import json
 import math
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -312,10 +313,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--trials", type=int, default=55, help="ranks to kill")
     parser.add_argument("--machines", type=int, default=5, help="machines to lose")
-    parser.add_argument("--seed", type=int, default=0, help="of the first job; the next has seed+1")
+    parser.add_argument("--seed", type=int, help="of the first job (a new one); then seed+1")
     options = parser.parse_args()
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    trials, machines = options.trials, options.machines
+    print(f"chaos: seed {seed}, {trials} ranks and {machines} machines to kill", flush=True)
     tally = Tally()
-    for plan in make_plans(options.trials, options.machines, options.seed):
+    for plan in make_plans(trials, machines, seed):
         run(plan, tally)
     for place, count in sorted(tally.places.items()):
         print(f"{count:4}  {place}")

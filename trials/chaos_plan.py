@@ -29,7 +29,7 @@ class Site(NamedTuple):
 
     phase: str
     when: str
-    function: str  # "Class.method" or "module.function"; chaos_worker.py knows where they are
+    function: str  # "Class.method" or "module.function", the owner one of OWNERS
     calls: int = 1  # the kill falls at one of so many
     only_rank_0: bool = False
     not_rank_0: bool = False
@@ -40,6 +40,28 @@ class Site(NamedTuple):
         return f"{self.when} {self.function}"
 
 
+# The import paths of the owners. `Gradients` is chaos_worker.py's own.
+OWNERS = {
+    "AdamW": "torch.optim:AdamW",
+    "DefaultSavePlanner": "torch.distributed.checkpoint:DefaultSavePlanner",
+    "Exchange": "onecopy.exchange:Exchange",
+    "FileSystemReader": "torch.distributed.checkpoint:FileSystemReader",
+    "FileSystemWriter": "torch.distributed.checkpoint:FileSystemWriter",
+    "Gatherer": "onecopy.gatherer:Gatherer",
+    "Loan": "onecopy.neighbours:Loan",
+    "Path": "pathlib:Path",
+    "Reader": "onecopy.reader:Reader",
+    "ShardedState": "onecopy.stateful:ShardedState",
+    "Transport": "onecopy.transport:Transport",
+    "Writer": "onecopy.writer:Writer",
+    "full_state": "onecopy.full_state",
+    "keeping": "onecopy.keeping",
+    "loading": "onecopy.loading",
+    "os": "os",
+    "saving": "onecopy.saving",
+    "state": "onecopy.state",
+    "torch": "torch",
+}
 ANY = Site("any", "some time after", "my_samples")
 SITES = (
     Site("backward", "after", "Gradients.arrive", calls=6),

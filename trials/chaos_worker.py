@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -31,28 +32,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from chaos_plan import SITES, WAYS, Site
+from chaos_plan import OWNERS, SITES, WAYS, Site
 from chaos_ways import elastic, take
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
-from onecopy import (
-    exchange,
-    full_state,
-    gatherer,
-    keeping,
-    loading,
-    neighbours,
-    reader,
-    saving,
-    state,
-    stateful,
-    transport,
-    writer,
-)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from inside import share_memory_from
 
 RANK = int(os.environ["RANK"])
 GROUP_TIMEOUT = timedelta(minutes=15)  # nobody may need it: the trial's own limit is shorter
@@ -84,27 +74,9 @@ class Gradients:
     def arrive(_: Tensor) -> None: ...
 
 
-OWNERS: dict[str, Any] = {
-    "AdamW": torch.optim.AdamW,
-    "DefaultSavePlanner": dcp.DefaultSavePlanner,
-    "Exchange": exchange.Exchange,
-    "FileSystemReader": dcp.FileSystemReader,
-    "FileSystemWriter": dcp.FileSystemWriter,
-    "Gatherer": gatherer.Gatherer,
+owners: dict[str, Any] = {
+    **{name: pkgutil.resolve_name(path) for name, path in OWNERS.items()},
     "Gradients": Gradients,
-    "Loan": neighbours.Loan,
-    "Path": Path,
-    "Reader": reader.Reader,
-    "ShardedState": stateful.ShardedState,
-    "Transport": transport.Transport,
-    "Writer": writer.Writer,
-    "full_state": full_state,
-    "keeping": keeping,
-    "loading": loading,
-    "os": os,
-    "saving": saving,
-    "state": state,
-    "torch": torch,
 }
 
 
@@ -223,10 +195,10 @@ def announce_sites(sites: Iterable[Site], at: Callable[[str, str], None]) -> Non
     """Have each of them told by its phase and its name, whenever it is met in whatever phase."""
     for site in sites:
         owner, _, name = site.function.partition(".")
-        if owner in OWNERS:
+        if owner in owners:
             tell = functools.partial(at, site.phase, str(site))
             before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
-            _around(OWNERS[owner], name, before, after)
+            _around(owners[owner], name, before, after)
 
 
 def _nothing() -> None: ...
@@ -289,7 +261,7 @@ def run_train(job: Path, launch: str) -> None:
     mode = orders["mode"]
     build_with(lazy=mode == "lazy", bucket_mb=MANY_BUCKETS, **masters_of(mode))
     if orders["lends"]:
-        neighbours.WORTH_LENDING = 1
+        share_memory_from(1)
     else:
         os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     elastic.report = lambda step, loss: diary.write(step=step, loss=loss.item().hex())

@@ -1,10 +1,9 @@
 """Random delays around every collective and every hook of the package, from outside.
 
-While a `Delays` is entered, every method of the classes below may sleep before and after it runs:
-those that launch and await collectives, those that autograd, DDP and modules call as hooks, those
-by which neighbours lend and borrow memory, and those that hand over between them. When and how long
-is decided by a seed, on each rank otherwise. Threads change places a thousand times as often as
-usual.
+While a `Delays` is entered, every method of the classes in the modules below may sleep before and
+after it runs: those that launch and await collectives, those that autograd, DDP and modules call as
+hooks, those that share memory between ranks. When and how long is decided by a seed, on each rank
+otherwise. Threads change places a thousand times as often as usual.
 
 Enter it before the optimizer is built: hooks are bound when they are registered.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import random
 import sys
@@ -21,31 +21,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from onecopy.attachment import Attachment
-from onecopy.company import Company
-from onecopy.exchange import Exchange
-from onecopy.feeds import DDPFeed, ModuleFeed, _Switch
-from onecopy.flights import Flight, Flights
-from onecopy.gatherer import Gatherer
-from onecopy.lanes import Lane
-from onecopy.lazy import LazyWaits
-from onecopy.lending import Borrowed, Inbox, Outbox, SharedMemory, _Box
-from onecopy.neighbours import Loan, Neighbourhood
-from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.pending import Pending
-from onecopy.reducer import Reducer
-from onecopy.roadway import Roadway
-from onecopy.semaphores import Semaphore
-from onecopy.transfers import Borrowing, Lending, Transfer
-from onecopy.transport import Transport
-from onecopy.verdict import Verdict
+import onecopy
 
-COLLECTIVES = (Company, Exchange, Flight, Flights, Gatherer, Lane, Pending, Reducer, Roadway)
-COLLECTIVES += (Transfer, Transport, Verdict)
-HOOKS = (Attachment, DDPFeed, LazyWaits, ModuleFeed, ZeroRedundancyOptimizer, _Switch)
-LENDING = (Borrowed, Borrowing, Inbox, Lending, Loan, Neighbourhood, Outbox, Semaphore)
-LENDING += (SharedMemory, _Box)
-DELAYED = (*COLLECTIVES, *HOOKS, *LENDING)
+# Modules with classes that launch and await collectives, that are called as hooks, and that share
+# memory between ranks.
+COLLECTIVES = ("company", "exchange", "flights", "gatherer", "lanes", "pending", "reducer")
+COLLECTIVES += ("roadway", "transfers", "transport", "verdict")
+HOOKS = ("attachment", "feeds", "lazy", "optimizer")
+SHARED_MEMORY = ("lending", "neighbours", "semaphores")
+
+
+def classes_of(module: str) -> list[type]:
+    """All that the module defines."""
+    name = f"{onecopy.__name__}.{module}"
+    members = vars(importlib.import_module(name)).values()
+    return [each for each in members if inspect.isclass(each) and each.__module__ == name]
+
+
+DELAYED = [cls for module in (*COLLECTIVES, *HOOKS, *SHARED_MEMORY) for cls in classes_of(module)]
 LONGEST = 0.003  # seconds: many times what a collective of the small models takes
 OFTEN = 0.08  # of the calls
 QUICK_SWITCHES = 5e-6  # seconds

@@ -15,7 +15,6 @@ The exit code is 1 if anything differed, hung or raised, and the last line says 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import secrets
@@ -80,10 +79,10 @@ def race(world: harness.World, runs: Sequence[tuple[int, Course]], directory: Pa
 
 def batches(seed: int, runs: int) -> list[tuple[int, list[tuple[int, Course]]]]:
     """World sizes, and what is run on so many ranks: seeds and courses."""
-    numbers = itertools.count(seed)
-    endless = itertools.cycle(courses())
-    todo = [lending(next(numbers), next(endless)) for _ in range(runs)]
-    cut = [todo[start : start + BATCH] for start in range(0, runs, BATCH)]
+    every = list(courses())
+    todo = [lending(number, every[number % len(every)]) for number in range(seed, seed + runs)]
+    size = min(BATCH, max(1, -(-runs // len(SIZES))))  # a few runs are on all world sizes, too
+    cut = [todo[start : start + size] for start in range(0, runs, size)]
     return [(SIZES[number % len(SIZES)], batch) for number, batch in enumerate(cut)]
 
 

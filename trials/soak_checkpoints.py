@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from inside import params_of, plan_of
 
 if TYPE_CHECKING:
     from soak_job import Job
@@ -31,8 +32,8 @@ class Kept:
 
 def planned_by(job: Job) -> frozenset[str]:
     """Those that have been trained at some time."""
-    roster = job.optimizer._roster
-    planned = {roster.params[index] for index in job.optimizer._plan.params}
+    params = params_of(job.optimizer)
+    planned = {params[index] for index in plan_of(job.optimizer).params}
     return frozenset(name for name, param in job.net.named_parameters() if param in planned)
 
 

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from equal_bits import count_of_different_elements, have_equal_bits
 from harness import World
+from inside import share_memory_from
 from soak_checkpoints import BY_DCP, Keeper
 from soak_net import CASES, Batch, SoakNet
 from soak_shadow import Shadow, average_by_hand, ddp
 from torch import nn
 
-from onecopy import ZeroRedundancyOptimizer, neighbours
+from onecopy import ZeroRedundancyOptimizer
 from onecopy.pieces import MASTER
 
 # torch gives `differentiable` to groups that are added after a load; DCP does not bring it back.
@@ -95,7 +96,7 @@ class Job:
     """A model, our optimizer and its mode; and the shadow, to which everything happens too."""
 
     def __init__(self, world: World, leg: Leg) -> None:
-        neighbours.WORTH_LENDING = leg.lent_from
+        share_memory_from(leg.lent_from)
         self.world, self.leg, self.case = world, leg, CASES[leg.case]
         self.random = random.Random(f"{leg.seed} {leg.number}")  # the same on all ranks
         self.tally = Tally()
@@ -189,6 +190,8 @@ class Job:
             self.shadow.backward(batch)
         if synced and self.mode.is_attached:
             self.shadow.reduce()
+        elif self.mode.is_attached:
+            self.shadow.accumulate()
         elif synced and not self.mode.in_ddp:
             average_by_hand(self.net)
             self.shadow.average()

@@ -7,6 +7,9 @@ Gradients are averaged as the mode of the job promises, so that equal means equa
     drop-in, by hand  the same, rounded to the parameter's dtype
     drop-in, DDP      by a DDP of the shadow's own
 
+Attached, gradients inside no_sync() are accumulated on the rank first: in float32 where there is a
+master copy, else in the dtype of the gradient.
+
 The shadow never reads what the job has computed, with one exception: the norm by which attached
 gradients are clipped, which is defined up to rounding only.
 """
@@ -24,21 +27,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def _share_of(grad: torch.Tensor, share: float) -> torch.Tensor:
+def _share_of(param: torch.Tensor, grad: torch.Tensor | None, share: float) -> torch.Tensor:
     """Rounded as it is sent."""
-    return (grad * share).float().flatten()
+    if grad is None:
+        return torch.zeros(param.numel())
+    return (grad * share).to(param.dtype).float().flatten()
 
 
 @torch.no_grad()
 def summed_in_rank_order(
-    params: Sequence[torch.Tensor], group: Any = None
+    params: Sequence[torch.Tensor],
+    group: Any = None,
+    gradients: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor | None]:
     """The average over the ranks of each parameter's gradient, in float32; None where no rank has
-    one, and zeros for ranks that have none where others do."""
+    one, and zeros for ranks that have none where others do. ``gradients``: those of this rank, if
+    not ``param.grad``."""
     world = dist.get_world_size(group)
     share = 1 / world
-    parts = [torch.zeros(p.numel()) if p.grad is None else _share_of(p.grad, share) for p in params]
-    has = torch.tensor([float(p.grad is not None) for p in params])
+    if gradients is None:
+        gradients = [param.grad for param in params]
+    parts = [_share_of(p, grad, share) for p, grad in zip(params, gradients, strict=True)]
+    has = torch.tensor([float(grad is not None) for grad in gradients])
     mine = torch.cat([*parts, has])
     everyone = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(everyone, mine, group=group)
@@ -64,6 +74,7 @@ class Shadow:
         self._tensors = {name: self._stepped(param) for name, param in self.params.items()}
         self._optimizers: dict[Any, torch.optim.Optimizer] = {}
         self._sums: dict[str, torch.Tensor] = {}  # attached: the averaged gradients
+        self._accumulated: dict[str, torch.Tensor] = {}  # attached: in no_sync(), with masters
         for group in groups:
             self.add(group)
 
@@ -105,9 +116,22 @@ class Shadow:
     def backward(self, batch: Batch) -> None:
         self.module(batch.tokens, batch.branches).backward()
 
+    def accumulate(self) -> None:
+        """A backward inside ``no_sync()`` of attached mode has ended."""
+        for name in self.masters:
+            grad = self.params[name].grad
+            if grad is not None:
+                self._accumulated[name] = self._accumulated.get(name, 0) + grad.float()
+                self.params[name].grad = None
+
     def reduce(self) -> None:
         """Average as attached mode does, on top of what is held."""
-        averages = summed_in_rank_order(list(self.params.values()))
+        mine = {name: param.grad for name, param in self.params.items()}
+        for name, total in self._accumulated.items():
+            grad = mine[name]
+            mine[name] = total if grad is None else total + grad.float()
+        self._accumulated = {}
+        averages = summed_in_rank_order(list(self.params.values()), None, list(mine.values()))
         for (name, param), average in zip(self.params.items(), averages, strict=True):
             if average is not None:
                 held = self._sums.get(name)
@@ -144,7 +168,7 @@ class Shadow:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.net.zero_grad(set_to_none)
-        self._sums = {}
+        self._sums, self._accumulated = {}, {}
 
     def wrap(self, in_ddp: bool) -> None:
         """Have gradients averaged by a DDP, or by the methods above."""

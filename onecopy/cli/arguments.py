@@ -74,6 +74,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--attached", action="store_true", help="with optimizer.attach(module)")
     add("--under-ddp", action="store_true", help="attached to a DDP module, not to a bare one")
     add("--lazy-gather", action="store_true", help="attach(..., lazy_gather=True)")
+    add("--no-sync", action="store_true", help="gradients are accumulated inside no_sync()")
     add("--reduce-dtype", type=dtype_of, help="attach(..., reduce_dtype=...)")
     add("--bucket-view", action="store_true", help="parameters_as_bucket_view=True")
     add("--bucket-mb", type=float, metavar="MB", help="size of a bucket (default: 25 or less)")
@@ -101,13 +102,14 @@ def estimate_of(subject: Subject, arguments: argparse.Namespace, world_size: int
         reduce_dtype=arguments.reduce_dtype,
         parameters_as_bucket_view=arguments.bucket_view,
         backend=arguments.backend,
+        no_sync=arguments.no_sync,
     )
     return Estimate(subject, subject.plan(world_size, arguments.bucket_mb), setting)
 
 
 def check_training(arguments: argparse.Namespace) -> None:
     """What argparse cannot see: options that need another."""
-    for name in ("under_ddp", "lazy_gather", "reduce_dtype"):
+    for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
         if getattr(arguments, name) and not arguments.attached:
             raise BadArgument(f"--{name.replace('_', '-')} needs --attached")
     if arguments.bucket_mb is not None and not 0 < arguments.bucket_mb < math.inf:

@@ -1,0 +1,386 @@
+"""Every private name of torch that the package uses.
+
+Other modules use torch's private names only through this one, and ``CHECKED`` lists each of them
+with the releases in which it was checked and with what happens on a release that lacks it
+(``tests/test_torch_releases.py`` enforces both).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+class Private(NamedTuple):
+    """A private name of torch."""
+
+    name: str  # where torch has it
+    if_missing: str
+    releases: tuple[str, ...] = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")  # checked on these
+
+
+CHECKED = (
+    # process groups
+    Private(
+        "torch.distributed.distributed_c10d._new_process_group_helper",
+        "a private group of all ranks is made by new_group; a subgroup is refused",
+    ),
+    Private("torch.distributed.distributed_c10d._world", "building an optimizer raises"),
+    Private(
+        "torch.distributed.ProcessGroup._get_backend",
+        "the private group has torch's default timeout and not that of the user's group",
+    ),
+    Private("torch.distributed.Backend.options._timeout", "as _get_backend"),
+    # tensors
+    Private("torch.Tensor._version", "an optimizer with master_dtype raises"),
+    Private("torch._foreach_copy_", "import raises"),
+    Private("torch._foreach_mul_", "import raises"),
+    Private("torch._foreach_norm", "import raises"),
+    Private("torch._amp_foreach_non_finite_check_and_unscale_", "import raises"),
+    Private("torch._utils._flatten_dense_tensors", "import raises"),
+    # autograd, dynamo and the profiler
+    Private("torch.autograd.Variable._execution_engine", "an attached backward raises"),
+    Private("torch._C._current_graph_task_id", "an attached forward raises"),
+    Private("torch._compile._disable_dynamo", "torch.compiler.disable, which imports dynamo"),
+    Private("torch.autograd.profiler._is_profiler_enabled", "tracing starts in any case"),
+    # modules
+    Private("torch.nn.Module._parameters", "a replaced parameter is not noticed"),
+    Private("torch.nn.Module._compiled_call_impl", "lazy_gather of a compiled module is accepted"),
+    Private("torch._dynamo.OptimizedModule._orig_mod", "as _compiled_call_impl; in names, stays"),
+    Private("CheckpointWrapper._checkpoint_wrapped_module", "stays in the names of parameters"),
+    Private("FullyShardedDataParallel._fsdp_wrapped_module", "stays in the names of parameters"),
+    # DistributedDataParallel and Join
+    Private("DistributedDataParallel._active_ddp_module", "the message for p.grad is less exact"),
+    Private("DistributedDataParallel._comm_hooks", "a foreign communication hook is not noticed"),
+    Private("DistributedDataParallel._check_reducer_finalized", "the first step raises"),
+    Private("DistributedDataParallel._has_rebuilt_buckets", "none; it is only written"),
+    Private("DistributedDataParallel.reducer._reset_state", "after a failed backward: raises"),
+    Private("DistributedDataParallel._divide_by_initial_world_size", "Join over DDP raises"),
+    Private("torch.distributed.algorithms.Joinable._join_config", "the first step raises"),
+    # optimizers
+    Private("torch.optim.Optimizer._optimizer_step_pre_hooks", "the first step raises"),
+    Private("torch.optim.Optimizer._optimizer_step_post_hooks", "the first step raises"),
+    Private("torch.optim.Optimizer._optimizer_state_dict_pre_hooks", "state_dict raises"),
+    Private("torch.optim.Optimizer._optimizer_state_dict_post_hooks", "state_dict raises"),
+    Private("torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks", "load_state_dict raises"),
+    Private(
+        "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks", "load_state_dict raises"
+    ),
+    Private("torch.amp.GradScaler._unscale_grads_", "torch's scaler raises in attached mode"),
+    Private(
+        "torch.optim.Optimizer._step_supports_amp_scaling",
+        "a scaler that cannot work with this optimizer is not noticed",
+    ),
+    # checkpoints
+    Private("torch.distributed.checkpoint.filesystem._StorageInfo", "save raises"),
+    Private("torch._utils._rebuild_tensor_v2", "save raises"),
+    Private("torch._utils._rebuild_tensor_v3", "none; only its name is read"),
+    Private("torch.serialization._get_layout", "none; only its name is read"),
+    Private(
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "none; only its name is read"
+    ),
+)
+
+# ------------------------------------------------------------------ process groups
+
+
+def make_process_group(
+    name: str, ranks: Sequence[int], backend: str, timeout: timedelta | None
+) -> Any:
+    """A process group of these global ranks. Only they call this, each with the same name.
+
+    Uses ``distributed_c10d._new_process_group_helper``, which makes a group under a given name,
+    and ``_world.pg_group_ranks``, where torch keeps the ranks of each group.
+
+    Why not ``new_group``: it takes no name and derives one from counters of the process. With
+    ``use_local_synchronization=True`` releases before 2.14 use the number of groups that the
+    process has, and later ones a count of the groups that it has made. Both differ between ranks
+    of which one is in more groups than another. Since 2.14 such a call also advances the count
+    on its members only, so the next ``new_group`` of the whole job would have different names.
+
+    If the helper is missing, a group of all ranks is made by ``new_group``, and any other is
+    refused: it could wait for its members until the timeout.
+    """
+    world: Any = dist.group.WORLD
+    ranks = list(ranks)
+    helper = getattr(dist.distributed_c10d, "_new_process_group_helper", None)
+    has_everyone = len(ranks) == dist.get_world_size()
+    # A default group written in Python makes its own groups (torch 2.13 and later).
+    if helper is None or callable(getattr(world, "new_group", None)):
+        if not has_everyone:
+            raise ValueError(
+                f"onecopy cannot make a process group for the global ranks {ranks} with torch "
+                f"{torch.__version__}: torch.distributed.distributed_c10d has no "
+                "_new_process_group_helper, or the default process group makes its own groups. "
+                "Pass process_group=None, or use a torch release from 2.6 to 2.15"
+            )
+        options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        return dist.new_group(
+            ranks, timeout=timeout, backend=backend, group_desc=_DESCRIPTION, **options
+        )
+    if timeout is None:
+        timeout = dist.constants.default_pg_timeout
+    with contextlib.nullcontext() if has_everyone else _without_split(world):
+        group, _ = helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(backend),
+            store_of(world),
+            name,
+            timeout=timeout,
+            device_id=world.bound_device_id,
+            group_desc=_DESCRIPTION,
+        )
+    _world().pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+_DESCRIPTION = "onecopy"
+
+
+@contextlib.contextmanager
+def _without_split(world: Any) -> Iterator[None]:
+    """In this context NCCL does not split the communicator of the default group.
+
+    Why: torch splits it if the default group is bound to a device. A split is a collective of all
+    ranks of the default group, and only the members of the new group are here.
+    """
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def is_process_group_alive(group: Any) -> bool:
+    """Whether torch knows this group: ``_world.pg_map`` lists all until they are destroyed."""
+    return group in _world().pg_map
+
+
+def store_of(group: Any) -> Any:
+    """The store of a group, or None. ``get_group_store`` is there since 2.7; before that
+    ``_world.pg_map`` has the store of each group."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return _world().pg_map.get(group, (None, None))[1]
+
+
+def process_group_timeout(group: Any, device: torch.device) -> timedelta | None:
+    """The timeout of a group: ``ProcessGroup._get_backend(device).options._timeout``. None, which
+    stands for torch's default, if any of these is missing or a backend has no options."""
+    get_backend = getattr(group, "_get_backend", None)
+    options = None if get_backend is None else getattr(get_backend(device), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def _world() -> Any:
+    """``distributed_c10d._world``, the tables of all groups of the process. Without it no
+    optimizer can be built: AttributeError."""
+    return dist.distributed_c10d._world
+
+
+# ------------------------------------------------------------------ tensors
+
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+foreach_mul_: Callable[[list[torch.Tensor], torch.Tensor], Any] = torch._foreach_mul_
+foreach_norm: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+flatten_dense_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+flatten_dense_tensors = torch._utils._flatten_dense_tensors
+
+foreach_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], Any]
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How many times autograd has seen the tensor being written to."""
+    return tensor._version
+
+
+# ------------------------------------------------------------------ autograd, dynamo, profiler
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run this when the backward of this thread has ended. RuntimeError if there is none."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
+
+
+_NO_BACKWARD = -1  # the id of autograd's current task
+
+# Why not torch.compiler.disable: it imports all of dynamo.
+disable_dynamo: Callable[[Any], Any] = (
+    getattr(torch._compile, "_disable_dynamo", None) or torch.compiler.disable
+)
+
+
+def is_profiling() -> bool:
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+
+
+# ------------------------------------------------------------------ modules
+
+# Children of modules that wrap another one.
+WRAPPED_MODULES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor | None] | None:
+    """The table of the module's own parameters, or None: that of a TorchScript module is in
+    C++."""
+    parameters = module.__dict__.get("_parameters")
+    return parameters if isinstance(parameters, dict) else None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+# ------------------------------------------------------------------ DistributedDataParallel, Join
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    return bool(getattr(ddp, "_comm_hooks", ()))
+
+
+def is_in_forward_of_ddp() -> bool:
+    """Whether a ``DistributedDataParallel`` is calling its module."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+def is_unfinished(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients have come to DDP whose backward has not come to its end."""
+    check: Any = ddp._check_reducer_finalized
+    try:
+        check()
+    except RuntimeError:
+        return True
+    return False
+
+
+def restart_reducer(ddp: Any) -> None:
+    """Let DDP go on after a backward that raised. To be called on all ranks: it orders its buckets
+    anew."""
+    ddp._has_rebuilt_buckets = False
+    ddp.reducer._reset_state()
+
+
+def divides_by_all_ranks(ddp: Any) -> bool:
+    """Whether DDP averages over all ranks, also inside of Join."""
+    return bool(not join_config(ddp).enable or ddp._divide_by_initial_world_size)
+
+
+def join_config(joinable: Joinable) -> Any:
+    """``enable``, ``is_first_joinable`` and more: what ``Join`` tells those that take part."""
+    return joinable._join_config
+
+
+def leave_join(joinable: Joinable) -> None:
+    """``Join`` leaves its context switched on when it ends."""
+    joinable._join_config = joinable._join_config._replace(enable=False)
+
+
+# ------------------------------------------------------------------ optimizers
+
+Hooks = Mapping[int, Callable[..., Any]]
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[Hooks, Hooks]:
+    """The hooks of one optimizer before and after a step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def state_dict_hooks(optimizer: Optimizer) -> tuple[Hooks, Hooks]:
+    return optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+
+
+def load_state_dict_hooks(optimizer: Optimizer) -> tuple[Hooks, Hooks]:
+    return (
+        optimizer._optimizer_load_state_dict_pre_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    )
+
+
+def is_table_of_hooks(name: str) -> bool:
+    """Whether an attribute of an optimizer has this name because it is a table of hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+class AskedByGradScaler:
+    """Every GradScaler asks ``_step_supports_amp_scaling`` before a step."""
+
+    def _before_scaling(self) -> None:
+        """Raise if a scaler cannot be used."""
+        raise NotImplementedError
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        self._before_scaling()
+        return False
+
+
+class GradScalerBase(torch.amp.GradScaler):
+    """torch's scaler, for subclasses that unscale the gradients of some optimizers themselves."""
+
+    def unscaled(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, allow_fp16: bool
+    ) -> torch.Tensor | None:
+        """Unscale the gradients of this optimizer. 1.0 if one is not finite, else 0.0; None to
+        leave it to torch."""
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        verdict = self.unscaled(optimizer, inv_scale, allow_fp16)
+        if verdict is None:
+            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+                optimizer, inv_scale, found_inf, allow_fp16
+            )
+            return found
+        return {found_inf.device: torch.maximum(found_inf, verdict.to(found_inf))}
+
+
+# ------------------------------------------------------------------ checkpoints
+
+# Names that a checkpoint of torch's may hold. The safe readers know them and look nothing up.
+STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+GET_LAYOUT = ("torch.serialization", "_get_layout")
+MEMORY_FORMAT = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+REBUILD_TENSOR = (
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor_v3"),
+)
+
+
+def rebuild_tensor() -> Any:
+    """The function by which a pickle of ``torch.save`` makes a tensor."""
+    return torch._utils._rebuild_tensor_v2
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where DCP finds an entry."""
+    # Here, because it imports half of torch.distributed, which training does not need.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
