@@ -227,7 +227,7 @@ class Attaches(Parts):
     def _is_in_join(self) -> bool:
         return bool(join_config(self).enable)
 
-    def _before_scaling(self) -> None:
+    def before_scaling(self) -> None:
         if self._steps_in_backward:
             raise RuntimeError(
                 "with overlap_with_ddp=True the update happens inside backward, with gradients of "

@@ -77,7 +77,7 @@ def _require_all_names(entries: Sequence[Any]) -> None:
         )
 
 
-class GroupMisfit(ValueError, KeyError):
+class GroupWithoutParams(ValueError, KeyError):
     """A parameter group without parameters. Torch's class raises a ``KeyError``."""
 
     def __str__(self) -> str:  # a KeyError would print the repr
@@ -94,7 +94,7 @@ def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(key, str):
             raise TypeError(f"the keys of a parameter group must be text, got {shown(key)}")
     if "params" not in entry:
-        raise GroupMisfit(f'a parameter group needs the key "params", got {sorted(entry)}')
+        raise GroupWithoutParams(f'a parameter group needs the key "params", got {sorted(entry)}')
     group = dict(entry)
     params = group["params"]
     if isinstance(params, torch.Tensor):

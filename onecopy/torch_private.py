@@ -76,7 +76,7 @@ CHECKED = (
     ),
     Private("torch.amp.GradScaler._unscale_grads_", "torch's scaler raises in attached mode"),
     Private(
-        "torch.optim.Optimizer._step_supports_amp_scaling",
+        "Optimizer._step_supports_amp_scaling",
         "a scaler that cannot work with this optimizer is not noticed",
     ),
     # checkpoints
@@ -325,13 +325,13 @@ def is_table_of_hooks(name: str) -> bool:
 class AskedByGradScaler:
     """Every GradScaler asks ``_step_supports_amp_scaling`` before a step."""
 
-    def _before_scaling(self) -> None:
+    def before_scaling(self) -> None:
         """Raise if a scaler cannot be used."""
         raise NotImplementedError
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        self._before_scaling()
+        self.before_scaling()
         return False
 
 

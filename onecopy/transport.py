@@ -97,7 +97,7 @@ class Transport:
         asked = os.environ.get("ONECOPY_COMM", "")
         chosen = f"ONECOPY_COMM={asked or 'auto'}"
         try:
-            require_agreement(self, "choosing how to communicate", [chosen])
+            require_agreement(self, "building the optimizer", [chosen])
             return forces_c10d(os.environ)
         except ValueError:
             self.company.meet(self.company.neighbours)  # no optimizer is being built any more

@@ -147,10 +147,10 @@ def test_an_error_inside_a_generator_is_not_swallowed() -> None:
         as_groups(broken())
 
 
-def test_a_set_is_left_for_torch_to_refuse() -> None:
-    groups = as_groups([{"params": {P, Q}}])
-    with pytest.raises(TypeError, match="ordered"):
-        torch.optim.SGD(groups, lr=0.1)
+@pytest.mark.parametrize("params", [{P, Q}, [{"params": {P, Q}}], [{"params": frozenset([P])}]])
+def test_a_set_is_refused(params: Any) -> None:
+    with pytest.raises(TypeError, match=r"ordered collections.* order would differ between ranks"):
+        as_groups(params)
 
 
 # ------------------------------------------------------------------ tensors

@@ -222,13 +222,20 @@ def test_join_works_with_tensors_for_betas(world: World, cls: Any) -> None:
 
 
 @distributed(2, pg_timeout=4.0)
-def test_a_state_dict_loaded_on_one_rank_only_is_told_within_the_timeout(world: World) -> None:
+@pytest.mark.parametrize(("steps", "expected"), [(0, RanksDisagree), (1, RuntimeError)])
+def test_a_state_dict_loaded_on_one_rank_only_is_told(
+    world: World, steps: int, expected: type[Exception]
+) -> None:
+    """At once before the first step, in which all ranks compare gradients; else in the timeout."""
     ours = params_of((37,), (11, 3))
     b = ZeroRedundancyOptimizer(ours, Adam)
+    for _ in range(steps):
+        set_gradients(0, ours)
+        b.step()
     if world.rank == 1:
         b.load_state_dict(Adam(params_of((37,), (11, 3)), fused=True).state_dict())
     set_gradients(0, ours)
-    with pytest.raises(RuntimeError, match="comparing what was loaded"):
+    with pytest.raises(expected, match="comparing what was loaded"):
         b.step()
 
 
