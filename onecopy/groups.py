@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.torch_private import (
-    is_process_group_alive,
+    destroy_process_group,
     make_process_group,
     process_group_timeout,
     store_of,
@@ -145,8 +145,8 @@ def _part_with_all() -> None:
 def _destroy(reference: weakref.ref[Any]) -> None:
     """The user has destroyed a group: ours goes with it."""
     group = reference()
-    if group is not None and is_process_group_alive(group):
-        dist.destroy_process_group(group)
+    if group is not None:
+        destroy_process_group(group)
 
 
 def timeout(group: Any) -> timedelta | None:

@@ -27,9 +27,11 @@ class LazyWaits:
         self._own: dict[torch.nn.Module, set[int]] = {}  # of each module's own parameters
         self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
         self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
-        self._not_fired: set[torch.nn.Module] = set()  # the others, for ever
+        # The others, for ever. A dict, because torch 2.6 cannot trace a look into a set.
+        self._not_fired: dict[torch.nn.Module, None] = {}
         self._knows = False  # which modules' forwards are called
         self._waits = True
+        self._is_in_root = False  # a forward of the root runs, which has waited for its buckets
         self._root = module
         self._handles: list[Any] = [
             module.register_forward_hook(self._after_all, always_call=True),
@@ -57,18 +59,22 @@ class LazyWaits:
         self._fired = set()
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
-        # Why: a wait inside of compiled code breaks its graph. The module around it waits instead,
-        # unless it counts on this one, which was called uncompiled before.
+        # A wait inside compiled code breaks its graph. So the root waits for modules that are
+        # compiled, unless one was called uncompiled before: the root then leaves it to the module.
         if not self._waits or (
             torch.compiler.is_compiling()
+            and self._is_in_root
             and module is not self._root
             and (not self._knows or module in self._not_fired)
         ):
             return
         self._await(module)
 
+    # Not traced, so that ``_fired`` has uncompiled modules only: since torch 2.15 dynamo carries
+    # out what a traced hook adds to a set, and before it does not.
     @disable_dynamo
     def _await(self, module: torch.nn.Module) -> None:
+        self._is_in_root = self._is_in_root or module is self._root
         if not self._knows:
             self._fired.add(module)
         trains = self._knows and module.training and torch.is_grad_enabled()
@@ -76,9 +82,10 @@ class LazyWaits:
 
     @disable_dynamo
     def _after_all(self, *_: Any) -> None:
+        self._is_in_root = False
         if not self._knows:
             # A module that was not called once may be compiled: it never waits for itself.
-            self._not_fired |= self._own.keys() - self._fired
+            self._not_fired |= dict.fromkeys(self._own.keys() - self._fired)
             self._buckets = {
                 module: sorted(
                     self._own[module].union(

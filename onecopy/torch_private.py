@@ -8,6 +8,7 @@ with the releases in which it was checked and with what happens on a release tha
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 
 
 class Private(NamedTuple):
@@ -24,9 +26,10 @@ class Private(NamedTuple):
 
     name: str  # where torch has it
     if_missing: str
-    releases: tuple[str, ...] = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")  # checked on these
+    missing_on: tuple[str, ...] = ()
 
 
+RELEASES = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")  # each name below was looked up on these
 CHECKED = (
     # process groups
     Private(
@@ -35,10 +38,10 @@ CHECKED = (
     ),
     Private("torch.distributed.distributed_c10d._world", "building an optimizer raises"),
     Private(
-        "torch.distributed.ProcessGroup._get_backend",
+        "ProcessGroup._get_backend",
         "the private group has torch's default timeout and not that of the user's group",
     ),
-    Private("torch.distributed.Backend.options._timeout", "as _get_backend"),
+    Private("Backend.options._timeout", "as _get_backend"),
     # tensors
     Private("torch.Tensor._version", "an optimizer with master_dtype raises"),
     Private("torch._foreach_copy_", "import raises"),
@@ -52,9 +55,9 @@ CHECKED = (
     Private("torch._compile._disable_dynamo", "torch.compiler.disable, which imports dynamo"),
     Private("torch.autograd.profiler._is_profiler_enabled", "tracing starts in any case"),
     # modules
-    Private("torch.nn.Module._parameters", "a replaced parameter is not noticed"),
-    Private("torch.nn.Module._compiled_call_impl", "lazy_gather of a compiled module is accepted"),
-    Private("torch._dynamo.OptimizedModule._orig_mod", "as _compiled_call_impl; in names, stays"),
+    Private("nn.Module._parameters", "a replaced parameter is not noticed"),
+    Private("nn.Module._compiled_call_impl", "lazy_gather of a compiled module is accepted"),
+    Private("OptimizedModule._orig_mod", "as _compiled_call_impl; in names, stays"),
     Private("CheckpointWrapper._checkpoint_wrapped_module", "stays in the names of parameters"),
     Private("FullyShardedDataParallel._fsdp_wrapped_module", "stays in the names of parameters"),
     # DistributedDataParallel and Join
@@ -64,16 +67,14 @@ CHECKED = (
     Private("DistributedDataParallel._has_rebuilt_buckets", "none; it is only written"),
     Private("DistributedDataParallel.reducer._reset_state", "after a failed backward: raises"),
     Private("DistributedDataParallel._divide_by_initial_world_size", "Join over DDP raises"),
-    Private("torch.distributed.algorithms.Joinable._join_config", "the first step raises"),
+    Private("Joinable._join_config", "the first step raises"),
     # optimizers
-    Private("torch.optim.Optimizer._optimizer_step_pre_hooks", "the first step raises"),
-    Private("torch.optim.Optimizer._optimizer_step_post_hooks", "the first step raises"),
-    Private("torch.optim.Optimizer._optimizer_state_dict_pre_hooks", "state_dict raises"),
-    Private("torch.optim.Optimizer._optimizer_state_dict_post_hooks", "state_dict raises"),
-    Private("torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks", "load_state_dict raises"),
-    Private(
-        "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks", "load_state_dict raises"
-    ),
+    Private("Optimizer._optimizer_step_pre_hooks", "the first step raises"),
+    Private("Optimizer._optimizer_step_post_hooks", "the first step raises"),
+    Private("Optimizer._optimizer_state_dict_pre_hooks", "state_dict raises"),
+    Private("Optimizer._optimizer_state_dict_post_hooks", "state_dict raises"),
+    Private("Optimizer._optimizer_load_state_dict_pre_hooks", "load_state_dict raises"),
+    Private("Optimizer._optimizer_load_state_dict_post_hooks", "load_state_dict raises"),
     Private("torch.amp.GradScaler._unscale_grads_", "torch's scaler raises in attached mode"),
     Private(
         "Optimizer._step_supports_amp_scaling",
@@ -128,6 +129,7 @@ def make_process_group(
         )
     if timeout is None:
         timeout = dist.constants.default_pg_timeout
+    device = world.bound_device_id
     with contextlib.nullcontext() if has_everyone else _without_split(world):
         group, _ = helper(
             len(ranks),
@@ -137,14 +139,39 @@ def make_process_group(
             store_of(world),
             name,
             timeout=timeout,
-            device_id=world.bound_device_id,
+            device_id=device,
             group_desc=_DESCRIPTION,
         )
     _world().pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    if not has_everyone and _NAMES_DEPEND_ON_KNOWN_GROUPS:
+        del _world().pg_names[group]
+        _unlisted.add(group)
     return group
 
 
 _DESCRIPTION = "onecopy"
+
+# Before 2.14 the name of a group made with use_local_synchronization=True depends on the number of
+# groups in _world.pg_names. Only its members know a group of ours. If it were listed there, two
+# ranks of which one is a member would give the user's next such group different names, and hang.
+_NAMES_DEPEND_ON_KNOWN_GROUPS = TorchVersion(torch.__version__) < "2.14"
+_unlisted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def destroy_process_group(group: Any) -> None:
+    """Destroy a group of :func:`make_process_group`, unless torch has destroyed it."""
+    if is_process_group_alive(group):
+        if group in _unlisted:
+            _world().pg_names[group] = group.group_name
+        dist.destroy_process_group(group)
+    elif group in _unlisted and hasattr(group, "shutdown"):  # since 2.7
+        # The default group was destroyed, which shuts down the groups in _world.pg_names.
+        group.shutdown()
+
+
+def is_process_group_alive(group: Any) -> bool:
+    """Whether torch knows this group: ``_world.pg_map`` lists all until they are destroyed."""
+    return group in _world().pg_map
 
 
 @contextlib.contextmanager
@@ -163,11 +190,6 @@ def _without_split(world: Any) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
-
-
-def is_process_group_alive(group: Any) -> bool:
-    """Whether torch knows this group: ``_world.pg_map`` lists all until they are destroyed."""
-    return group in _world().pg_map
 
 
 def store_of(group: Any) -> Any:

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -23,19 +24,21 @@ import torch.distributed.checkpoint as dcp
 from attached import AttachedTwins
 from fixtures.checkpoints import write
 from harness import World, distributed
-from inside import plan_of, private_groups, transport_of, without_split
+from inside import in_flight, plan_of, private_groups, transport_of, without_split
 from models import assert_same_on_all_ranks
 from test_imports import FILES, PACKAGE, tree_of
 from test_lazy import Delays
 from together import set_timeout
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.groups import timeout
-from onecopy.torch_private import CHECKED, Private, make_process_group
+from onecopy.torch_private import CHECKED, make_process_group
 
 SIZES = (2, 3, 4)
 STEPS = 3
@@ -144,6 +147,22 @@ def test_groups_that_only_their_members_make(world: World, attached: bool) -> No
     if after is not None:
         check_sum(world, members, after)
         check_training(world, after, attached)
+
+
+@distributed(3, 4, pg_timeout=30)
+@pytest.mark.parametrize("attached", [False, True], ids=["drop-in", "attached"])
+def test_groups_of_which_one_member_has_an_optimizer(world: World, attached: bool) -> None:
+    """The members of the group that is made last know different numbers of groups of ours."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], list(range(2, world.size)))]
+    if world.rank < 2:
+        check_training(world, groups[0], attached)
+    if world.rank in (1, 2):
+        both = dist.new_group([1, 2], use_local_synchronization=True)
+        check_sum(world, [1, 2], both)
+        check_training(world, both, attached)
+    dist.barrier()
+    if world.rank < 2:
+        dist.destroy_process_group(groups[0])
 
 
 @distributed(*SIZES, pg_timeout=30)
@@ -271,6 +290,33 @@ def test_a_lazy_gather_under_torch_compile(world: World, first: str) -> None:
     assert_same_on_all_ranks(twins.model)
     if first == "compiled":
         assert graphs == [5, 5]  # before and after it is known which modules are called
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@distributed(2, 3)
+def test_compiled_parts_that_are_called_without_the_root_wait_for_themselves(world: World) -> None:
+    torch.compiler.reset()
+    model = Chain()
+    parts = [torch.compile(part, backend="eager") for part in model.parts]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, bucket_mb=0.0005)
+    optimizer.attach(model, lazy_gather=True)
+    twin = copy.deepcopy(model)
+    plain = AdamW(twin.parameters(), lr=0.01)
+    for number in range(3):
+        with Delays(world):
+            x = model.batch((world.rank, number))
+            for part in parts:
+                x = part(x)
+            assert not in_flight(optimizer)
+            x.square().sum().backward()
+            optimizer.step()
+        for rank in range(world.size):
+            (twin(twin.batch((rank, number))) / world.size).backward()
+        plain.step()
+        plain.zero_grad()
+    optimizer.wait()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 class Chain(nn.Module):
@@ -497,24 +543,45 @@ def test_every_private_name_is_listed_and_every_listed_one_is_used() -> None:
     assert [name for name in LISTED if name not in text] == []
 
 
-@pytest.mark.parametrize("each", CHECKED, ids=lambda each: each.name)
-def test_a_private_name_is_there(each: Private) -> None:
-    """On the release that runs, for names that can be found without making an object."""
-    assert each.releases
-    assert each.if_missing
-    if not each.name.startswith("torch."):
-        return
-    parts = each.name.split(".")
-    found: Any = torch
-    for number, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part):
-            try:
-                found = importlib.import_module(".".join(parts[:number]))
-                continue
-            except ImportError:
-                pass
-        if part in ("options", "_join_config", "_orig_mod") or part.startswith("_optimizer_"):
-            return  # of instances
-        if part in ("_parameters",):
-            found = nn.Linear(1, 1)
-        found = getattr(found, part)
+def roots() -> dict[str, Any]:
+    """Objects that have the listed names, by the first part of the name."""
+    weight = nn.Parameter(torch.zeros(1))
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    ddp.join_hook(divide_by_initial_world_size=True)
+    return {
+        "torch": torch,
+        "nn.Module": nn.Linear(1, 1),
+        "OptimizedModule": torch.compile(nn.Linear(1, 1), backend="eager"),
+        "CheckpointWrapper": checkpoint_wrapper(nn.Linear(1, 1)),
+        "FullyShardedDataParallel": {FSDP_WRAPPED_MODULE: nn.Linear(1, 1)},
+        "DistributedDataParallel": ddp,
+        "ProcessGroup": dist.group.WORLD,
+        "Backend": dist.group.WORLD._get_backend(torch.device("cpu")),
+        "Joinable": ZeroRedundancyOptimizer([weight], AdamW),
+        "Optimizer": torch.optim.Adam([weight], fused=True),
+    }
+
+
+def find(name: str, objects: dict[str, Any]) -> Any:
+    """The object of a listed name. Raises if this release does not have it."""
+    root = max((root for root in objects if name.startswith(f"{root}.")), key=len)
+    found = objects[root]
+    for part in name[len(root) + 1 :].split("."):
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            found = importlib.import_module(f"{found.__name__}.{part}")
+        else:
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+    return found
+
+
+@distributed(1)
+def test_the_private_names_are_there(world: World) -> None:
+    objects, release = roots(), torch.__version__.partition("+")[0]
+    missing = []
+    for each in CHECKED:
+        assert each.if_missing
+        try:
+            find(each.name, objects)
+        except (AttributeError, ImportError):
+            missing.append(each.name)
+    assert missing == [each.name for each in CHECKED if release in each.missing_on]
