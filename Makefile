@@ -84,10 +84,11 @@ format: $(VENV)/.installed ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-torch: ## the tests with another torch, TORCH=x.y.z, in a venv of its own
+test-torch: ## the tests (or TESTS=...) with another torch, TORCH=x.y.z, in a venv of its own
 	$(if $(TORCH),,$(error say which torch, 2.6 or later: make test-torch TORCH=2.15.0))
+	$(if $(filter 0.% 1.% $(foreach n,0 1 2 3 4 5,2.$n 2.$n.%),$(TORCH)),$(error torch $(TORCH) is too old: 2.6 or later is admitted))
 	$(MAKE) --no-print-directory $(TORCH_VENV)/.installed
-	$(TORCH_BIN)/pytest
+	$(TORCH_BIN)/pytest $(TESTS)
 
 bench: $(BENCH_VENV)/.installed ## every peer and our modes in one run (FULL=1: all of it)
 	$(BENCH_BIN)/python benchmarks/bench.py $(if $(FULL),--full)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import base64
 import copy
 import importlib
 import inspect
 import io
+import json
 import pickle
 import warnings
-import zipfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -380,15 +381,17 @@ def test_ddp_that_does_not_end_a_backward_by_itself_is_refused(world: World) -> 
 
 # ------------------------------------------------------------------ checkpoints of other releases
 
-FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
-WRITTEN = sorted(path.stem for path in FIXTURES.glob("*.zip"))
-every_fixture = pytest.mark.parametrize("name", WRITTEN)
+WRITERS = ("2.6.0", "2.13.0", "2.15.0")  # releases of torch
+WRITTEN = [f"{who}-{release}" for who in ("ours", "torch") for release in WRITERS]
 
 
 def unpacked(name: str, directory: Path) -> Path:
-    with zipfile.ZipFile(FIXTURES / f"{name}.zip") as archive:
-        archive.extractall(directory / name)
-    return directory / name
+    files = json.loads(Path(write.__file__).with_name(f"{name}.json").read_text())
+    path = directory / name
+    path.mkdir()
+    for each, content in files.items():
+        (path / each).write_bytes(base64.b64decode(content))
+    return path
 
 
 def plain_twin() -> tuple[nn.Module, AdamW]:
@@ -400,13 +403,8 @@ def plain_twin() -> tuple[nn.Module, AdamW]:
     return model, optimizer
 
 
-def test_there_are_checkpoints_of_every_release() -> None:
-    releases = ("2.6.0", "2.13.0", "2.15.0")
-    assert sorted(f"{who}-{r}" for who in ("ours", "torch") for r in releases) == WRITTEN
-
-
 @distributed(1, 2)
-@every_fixture
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_checkpoint_of_another_release_is_read(world: World, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if world.rank == 0:
@@ -425,17 +423,26 @@ def test_a_checkpoint_of_another_release_is_read(world: World, name: str, tmp_pa
 
 
 @distributed(1)
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name.startswith("ours")])
+@pytest.mark.parametrize("release", WRITERS)
 def test_torch_reads_what_we_wrote_on_another_release(
-    world: World, name: str, tmp_path: Path
+    world: World, release: str, tmp_path: Path
 ) -> None:
+    """Torch asks for every option of the present class: those that are newer are left out."""
     _, plain = plain_twin()
     model = write.model()
     other = AdamW(model.parameters(), lr=0.5)
+    path = unpacked(f"ours-{release}", tmp_path)
     state = {"optim": get_optimizer_state_dict(model, other)}
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    (group,) = state["optim"]["param_groups"]
+    newer = [option for option in group if f"optim.param_groups.0.{option}" not in saved]
+    if release == torch.__version__.partition("+")[0]:
+        assert newer == []
+    for option in newer:
+        del group[option]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of DCP itself
-        dcp.load(state, checkpoint_id=unpacked(name, tmp_path))
+        dcp.load(state, checkpoint_id=path)
     for index, key in enumerate(("weight", "bias")):
         found = state["optim"]["state"][key]
         for what, value in plain.state_dict()["state"][index].items():
