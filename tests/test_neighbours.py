@@ -85,6 +85,18 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
     assert memory.unmapped() == []  # it has read before, and what is mapped stays
 
 
+def test_memory_of_inference_mode_is_written_to_outside_of_it() -> None:
+    with torch.inference_mode():
+        memory = SharedMemory(100, world_size=2)
+        borrowed = Borrowed(memory_of(os.getpid(), memory.fd), 2)
+    memory.data.fill_(1)
+    borrowed.data.add_(1)
+    memory.lend([1])
+    borrowed.give_back(1, 1)
+    assert memory.unread() == []
+    assert set(memory.data.tolist()) == {2}
+
+
 # ------------------------------------------------------------------ letters, without processes
 
 
@@ -339,6 +351,19 @@ def test_nobody_lingers_for_a_reader_that_has_ended() -> None:
     start = time.monotonic()
     wait_for_readers({memory}, {1: ended.pid})
     assert time.monotonic() - start < 1
+
+
+@distributed(2, 3)
+def test_memory_is_shared_by_a_step_in_inference_mode(world: World) -> None:
+    share_memory_from(1)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, bucket_mb=BUCKET_MB)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(model.batch((step,))).backward()
+        with torch.inference_mode(step == 0):
+            optimizer.step()
+    optimizer.assert_replicas_equal()
 
 
 # ------------------------------------------------------------------ neighbours that are lost
