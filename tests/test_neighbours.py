@@ -19,9 +19,9 @@ from models import Mlp
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.neighbours
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.lending import Address, Borrowed, Desk, Inbox, Outbox, SharedMemory, memory_of
+from onecopy.neighbours import Loan
 from onecopy.semaphores import Semaphore
 from onecopy.transport import Transport
 
@@ -275,7 +275,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
 ) -> None:
     """A rank reads late, in every bucket: nobody may overwrite what it has not read, not even
     with a bucket that is itself too small to be lent."""
-    read = onecopy.neighbours.Loan.tensor
+    read = Loan.tensor
 
     def slowly(self: Any, dtype: torch.dtype) -> torch.Tensor:
         time.sleep(0.005)
@@ -287,7 +287,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     share_memory_from(1 if all_are_lent else 128 // world.size)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == slow:
-            patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
+            patch.setattr(Loan, "tensor", slowly)
         found = trained(world, True, False, False, all_are_lent)
     assert all(map(torch.equal, found, expected))
 
