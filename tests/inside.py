@@ -1,7 +1,8 @@
 """The private parts of the package that tests, trials and benchmarks look at or replace.
 
-No other test file uses a private name of the package (test_inside.py). When a file or an attribute
-of the package moves, only this module changes.
+No other test file uses a private name of the package, or replaces a name in one of its modules
+(test_inside.py). When a private attribute is renamed or moves, only this module changes; when a
+public class or function moves to another file, imports of it have to follow.
 
 Most functions take an optimizer and return a part of it. What tests replace is given as a pair
 (owner, name), for ``monkeypatch.setattr(*CAN_READ, value)`` or ``mock.patch.object(*CAN_READ)``.
@@ -23,6 +24,7 @@ from onecopy import (
     groups,
     kinds,
     loading,
+    local,
     neighbours,
     notes,
     parcels,
@@ -264,16 +266,26 @@ without_split = torch_private._without_split
 AFTER_GATHER = (Gatherer, "_arrive")
 ADD_CONTRIBUTIONS = (Lane, "add")  # to the reduced gradient of a bucket
 ALL_GATHER_SINGLE = (transport, "_all_gather_single")
+BACKENDS = (transport, "backends")
 BEFORE_LAZY_FORWARD = (LazyWaits, "_before")
 CAN_READ = (neighbours, "_can_read")
 EXCHANGE_ANSWER_SECONDS = (exchange, "_ANSWER_SECONDS")
 EXCHANGE_BEAT_SECONDS = (exchange, "_BEAT_SECONDS")
 EXCHANGE_DEAD_SECONDS = (exchange, "_DEAD_SECONDS")
 EXCHANGE_LONGEST_NAP = (exchange, "_LONGEST_NAP")
+FIND_NEIGHBOURS = (transport, "find")
+NOTES_ANSWER_SECONDS = (notes, "ANSWER_WITHIN")
+NOTES_REPORT_SECONDS = (notes, "REPORT_WITHIN")
+PACKED_BYTES = (parcels, "PACKED_BYTES")
 PARCEL_BYTES = (parcels, "_WORTH_ITS_OWN_PARCEL")
 PROBED_KINDS = (kinds, "_probed")
+RANGE_BYTES = (parcels, "RANGE_BYTES")
 READ_CHECKPOINT = (loading, "_read")
+READ_METADATA = (loading, "read_metadata")
 REDUCE_SCATTER_SINGLE = (transport, "_reduce_scatter_single")
 RELEASE = (optimizer_module, "__version__")
+SAVING_READS_METADATA = (saving, "read_metadata")
 SEND_GRADIENTS = (Flights, "_send")
+SHARED_MEMORY = (transport, "SharedMemory")
+STEP_WITHOUT_HOOKS = (local, "step_without_hooks")  # of an inner optimizer
 WRITE_METADATA = (saving, "write_metadata")

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from inside import PARCEL_BYTES
+from inside import PACKED_BYTES, PARCEL_BYTES, RANGE_BYTES
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onecopy import ZeroRedundancyOptimizer, parcels
+from onecopy import ZeroRedundancyOptimizer
 
 ALL_SIZES = (1, 2, 3, 4)
 SMALL_BUCKETS = 0.001  # MiB: about 260 float32, so that tiny models have many buckets
@@ -226,8 +226,8 @@ class LiveBytes(TorchDispatchMode):
 def small_parcels(packed: int = 2048, largest: int = 3000, own: int = 700) -> Iterator[None]:
     """Limits that cut even tiny states into many parcels, and elements in the middle."""
     with (
-        mock.patch.object(parcels, "PACKED_BYTES", packed),
-        mock.patch.object(parcels, "RANGE_BYTES", largest),
+        mock.patch.object(*PACKED_BYTES, packed),
+        mock.patch.object(*RANGE_BYTES, largest),
         mock.patch.object(*PARCEL_BYTES, own),
     ):
         yield

@@ -20,6 +20,7 @@ from onecopy.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md"]
 EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
 
 
@@ -95,10 +96,23 @@ def test_only_what_needs_a_trainer_is_quoted() -> None:
     assert quoted == ["integrations.md"] * 5
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert "://" in link or (page.parent / link).exists(), link
+
+
+def anchors(page: Path) -> list[str]:
+    """Of the headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ +(.+?) *$", prose, re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_links_to_headings_lead_somewhere(page: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / file if file else page), f"{file}#{anchor}"
 
 
 def test_the_readme_links_to_all_pages() -> None:

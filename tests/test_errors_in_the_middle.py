@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from faults import AFTER, ATTACHED, BACKWARD, BEFORE, MODES, STEP, Fault, Job, meet
 from harness import World, distributed
-from inside import plan_of
+from inside import STEP_WITHOUT_HOOKS, plan_of
 from models import assert_same_on_all_ranks, assert_same_parameters
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
-
-from onecopy import local
 
 WHO = pytest.mark.parametrize("who", ["one rank", "all ranks"])
 
@@ -328,7 +326,7 @@ def test_inside_join_a_backward_that_raises_on_one_rank_is_an_error_on_all(world
 @contextlib.contextmanager
 def raising_in_call(number: int) -> Iterator[None]:
     """The inner optimizer raises when it is called for the `number`-th time: in that bucket."""
-    original, calls = local.step_without_hooks, 0
+    original, calls = getattr(*STEP_WITHOUT_HOOKS), 0
 
     def step_without_hooks(optimizer: Any) -> Callable[..., Any]:
         nonlocal calls
@@ -337,7 +335,7 @@ def raising_in_call(number: int) -> Iterator[None]:
             raise Fault("in the update")
         return original(optimizer)
 
-    with mock.patch.object(local, "step_without_hooks", step_without_hooks):
+    with mock.patch.object(*STEP_WITHOUT_HOOKS, step_without_hooks):
         yield
 
 

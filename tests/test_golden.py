@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -46,6 +50,49 @@ def test_results_repeat_and_one_changed_bit_is_noticed(monkeypatch: pytest.Monke
 def test_the_file_is_of_these_cases() -> None:
     expected = [golden.name_of(m, *run[:2]) for run in golden.runs() for m in run[2]]
     assert list(json.loads(golden.FILE.read_text())["cases"]) == expected
+
+
+def cases_of_the_file() -> dict[str, golden.Case]:
+    return json.loads(golden.FILE.read_text())["cases"]
+
+
+def test_the_file_has_the_messages_of_this_code() -> None:
+    """Messages depend neither on the CPU nor on the release of torch."""
+    mode = "attached bare"
+    name = golden.name_of(mode, 3, "c10d")
+    found = golden.measure(3, "c10d", [mode])[name]["buckets"]
+    assert found == cases_of_the_file()[name]["buckets"], "golden.json is of other code"
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_file_has_sums_of_the_collectives(size: int) -> None:
+    """With three ranks or more gloo's collectives add up in another order than messages."""
+    cases = cases_of_the_file()
+    by_messages, by_c10d = (
+        cases[golden.name_of("attached bare", size, topology)] for topology in ("one host", "c10d")
+    )
+    assert by_messages["gradients"] != by_c10d["gradients"]
+
+
+def test_buckets_of_all_ranks_are_merged() -> None:
+    of_ranks = [case(buckets={"a": [1, 8]}), case(buckets={"b": [2, 4], "a": [3, 5]})]
+    assert golden.merged("x", of_ranks)["buckets"] == {"a": [[1, 8], [3, 5]], "b": [[0, 0], [2, 4]]}
+
+
+@pytest.mark.slow
+def test_variables_of_the_environment_change_nothing() -> None:
+    strange = {"ATEN_CPU_CAPABILITY": "default", "ONECOPY_TEST_DEVICE": "cuda"}
+    run = subprocess.run(
+        [sys.executable, golden.__file__, "--only", "no such case"],
+        env={**os.environ, **strange},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert "golden: " in run.stdout, run.stderr
+    if " avx2 " in Path("/proc/cpuinfo").read_text():
+        assert "CPU capability" not in run.stdout
 
 
 def case(**changes: Any) -> golden.Case:

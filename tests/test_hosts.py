@@ -494,10 +494,14 @@ def test_nothing_stays_open_and_no_thread_stays_when_optimizers_are_gone(world: 
 
 # ------------------------------------------------------------------ ranks that are lost
 
+LOST_IN_OTHER_WAYS = [(0, False), (3, True), (3, False)]  # each takes the timeout
 
-@distributed(4, fresh=True, pg_timeout=20, timeout=90)
-@pytest.mark.parametrize("lost", [0, 3])
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+
+@distributed(4, fresh=True, pg_timeout=12, timeout=90)
+@pytest.mark.parametrize(
+    ("lost", "lazy"),
+    [(0, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in LOST_IN_OTHER_WAYS)],
+)
 def test_a_porter_that_is_lost_is_named_on_all_hosts(world: World, lost: int, lazy: bool) -> None:
     pretend_layout(world, 0)
     model = Mlp()

@@ -10,12 +10,14 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World, distributed
+from inside import READ_METADATA
 from models import Mlp, noise
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -386,3 +388,15 @@ def test_what_fits_entirely_gives_an_empty_report(world: World, tmp_path: Path) 
         assert str(report).strip() == "everything fits"
         for number, state in states_of(saver).items():
             assert_same_state(states_of(live.opt)[number], state)
+
+
+@distributed(2, 3)
+def test_rank_0_reads_the_metadata_once_for_all_ranks(world: World, tmp_path: Path) -> None:
+    """Another checkpoint may replace this one between two reads."""
+    model, opt = trained()
+    path = tmp_path / "checkpoint"
+    opt.save(path, model)
+    read = mock.Mock(wraps=getattr(*READ_METADATA))
+    with mock.patch.object(*READ_METADATA, read):
+        opt.load(path, model)
+    assert read.call_count == (world.rank == 0)

@@ -13,13 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
-from inside import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, lanes_of, plan_of, reducer_of
+from inside import (
+    ALL_GATHER_SINGLE,
+    FIND_NEIGHBOURS,
+    REDUCE_SCATTER_SINGLE,
+    SHARED_MEMORY,
+    lanes_of,
+    plan_of,
+    reducer_of,
+    share_no_memory,
+)
 from models import Mlp, assert_same_on_all_ranks, feed, seed_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.neighbours
-import onecopy.transport
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer, estimate
 from onecopy.transport import Transport
 
@@ -69,8 +76,8 @@ def test_only_collectives_are_launched_and_no_memory_is_shared(
     model = Mlp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONECOPY_COMM", "c10d")
-        patch.setattr(onecopy.transport, "find", lambda *_: pytest.fail("neighbours"))
-        patch.setattr(onecopy.transport, "SharedMemory", lambda *_: pytest.fail("shared memory"))
+        patch.setattr(*FIND_NEIGHBOURS, lambda *_: pytest.fail("neighbours"))
+        patch.setattr(*SHARED_MEMORY, lambda *_: pytest.fail("shared memory"))
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), SGD, partition=partition, bucket_mb=0.0005, lr=0.1
         )
@@ -96,12 +103,12 @@ def test_parts_of_any_size_are_exchanged_at_once(world: World, partition: str) -
     """Also no part at all, and parameters without elements between them. A remainder or a whole
     tensor is summed in the order of the ranks, as with messages when each is on its own host."""
     shapes = [(3,), (0,), (5, 2), (1,), (0, 4), (2,)]
+    share_no_memory()
     found = []
     for comm in ("auto", "c10d"):
         torch.manual_seed(world.rank)
         params = nn.ParameterList(torch.randn(shape) for shape in shapes)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(onecopy.neighbours, "WORTH_LENDING", 2**60)
             patch.setenv("ONECOPY_COMM", comm)
             optimizer = ZeroRedundancyOptimizer(
                 params.parameters(), SGD, partition=partition, bucket_mb=1, lr=0.1

@@ -19,9 +19,9 @@ from models import Mlp
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.neighbours
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.lending import Address, Borrowed, Desk, Inbox, Outbox, SharedMemory, memory_of
+from onecopy.neighbours import Loan
 from onecopy.semaphores import Semaphore
 from onecopy.transport import Transport
 
@@ -83,6 +83,18 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
     memory.lend([3])
     assert memory.unread() == [3]
     assert memory.unmapped() == []  # it has read before, and what is mapped stays
+
+
+def test_memory_of_inference_mode_is_written_to_outside_of_it() -> None:
+    with torch.inference_mode():
+        memory = SharedMemory(100, world_size=2)
+        borrowed = Borrowed(memory_of(os.getpid(), memory.fd), 2)
+    memory.data.fill_(1)
+    borrowed.data.add_(1)
+    memory.lend([1])
+    borrowed.give_back(1, 1)
+    assert memory.unread() == []
+    assert set(memory.data.tolist()) == {2}
 
 
 # ------------------------------------------------------------------ letters, without processes
@@ -263,7 +275,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
 ) -> None:
     """A rank reads late, in every bucket: nobody may overwrite what it has not read, not even
     with a bucket that is itself too small to be lent."""
-    read = onecopy.neighbours.Loan.tensor
+    read = Loan.tensor
 
     def slowly(self: Any, dtype: torch.dtype) -> torch.Tensor:
         time.sleep(0.005)
@@ -275,7 +287,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     share_memory_from(1 if all_are_lent else 128 // world.size)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == slow:
-            patch.setattr(onecopy.neighbours.Loan, "tensor", slowly)
+            patch.setattr(Loan, "tensor", slowly)
         found = trained(world, True, False, False, all_are_lent)
     assert all(map(torch.equal, found, expected))
 
@@ -339,6 +351,19 @@ def test_nobody_lingers_for_a_reader_that_has_ended() -> None:
     start = time.monotonic()
     wait_for_readers({memory}, {1: ended.pid})
     assert time.monotonic() - start < 1
+
+
+@distributed(2, 3)
+def test_memory_is_shared_by_a_step_in_inference_mode(world: World) -> None:
+    share_memory_from(1)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, bucket_mb=BUCKET_MB)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(model.batch((step,))).backward()
+        with torch.inference_mode(step == 0):
+            optimizer.step()
+    optimizer.assert_replicas_equal()
 
 
 # ------------------------------------------------------------------ neighbours that are lost

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
-from inside import store_grows
+from inside import NOTES_ANSWER_SECONDS, NOTES_REPORT_SECONDS, store_grows
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy import notes as notes_module
 from onecopy.notes import Lobby, Notes
 from onecopy.waiting import is_silent
 
@@ -51,7 +50,7 @@ def reports(
 
 @pytest.fixture(autouse=True)
 def _is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes_module, "ANSWER_WITHIN", 0.5)
+    monkeypatch.setattr(*NOTES_ANSWER_SECONDS, 0.5)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -68,7 +67,7 @@ def test_if_all_ranks_answer_nobody_is_named() -> None:
 
 
 def test_ranks_at_different_places_need_no_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes_module, "ANSWER_WITHIN", 3600.0)
+    monkeypatch.setattr(*NOTES_ANSWER_SECONDS, 3600.0)
     said, same = reports([0, 1], rank_2="saving")
     assert said == same
     assert 'rank 2 did something else than ranks 0-1 ("saving", not "in step 3")' in said
@@ -214,13 +213,13 @@ class Stopped(dist.HashStore):
 def test_a_store_that_does_not_answer_is_told_and_nobody_waits_for_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notes_module, "REPORT_WITHIN", 0.5)
+    monkeypatch.setattr(*NOTES_REPORT_SECONDS, 0.5)
     store = Stopped()
     notes = Notes(store, Lobby(None, "0", [0, 1]), rank=1, world_size=2)
     notes.write("in step 3")
     expected = "a collective failed on rank 1: in step 3; the store does not answer: "
     assert notes.report().startswith(expected)
-    monkeypatch.setattr(notes_module, "REPORT_WITHIN", 3600.0)
+    monkeypatch.setattr(*NOTES_REPORT_SECONDS, 3600.0)
     assert notes.report([0]).startswith("a collective failed: rank 0 ended. This one was last in")
     assert is_silent(store)
     assert not is_silent(dist.HashStore())

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import inside
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import OWN_PARCEL_BYTES, PARCEL_BYTES, pack, unpack
 
-from onecopy import parcels as module
 from onecopy.parcels import (
     PACKED_BYTES,
     RANGE_BYTES,
@@ -279,8 +279,8 @@ def through_the_post(
 
 def test_tensors_of_several_ranks_arrive_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     # Small limits give every rank many parcels of both sorts, also in an unequal number.
-    monkeypatch.setattr(module, "PACKED_BYTES", 64)
-    monkeypatch.setattr(module, "RANGE_BYTES", 100)
+    monkeypatch.setattr(*inside.PACKED_BYTES, 64)
+    monkeypatch.setattr(*inside.RANGE_BYTES, 100)
     monkeypatch.setattr(*PARCEL_BYTES, 48)
     tensors = {
         rank: [

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed, is_native
-from inside import ALL_GATHER_SINGLE, params_of, plan_of, traffic_of
+from inside import ALL_GATHER_SINGLE, BACKENDS, params_of, plan_of, traffic_of
 from models import (
     SMALL_BUCKETS,
     BranchNet,
@@ -44,7 +44,6 @@ from torch.optim import (
     Rprop,
 )
 
-import onecopy.transport
 from onecopy import ZeroRedundancyOptimizer
 
 CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -755,7 +754,7 @@ def test_all_gather_and_broadcasts_of_other_backends_are_bit_equal(
 
     with pytest.MonkeyPatch.context() as patch:
         # gloo under another name is treated as any backend that we do not know.
-        patch.setattr(onecopy.transport, "backends", lambda _: {"cpu": "another"})
+        patch.setattr(*BACKENDS, lambda _: {"cpu": "another"})
         patch.setattr(*ALL_GATHER_SINGLE, noted("all_gather", all_gather))
         patch.setattr(dist, "broadcast", noted("broadcast", broadcast))
         for model in (Mlp(), Mlp(width=16), MixedNet(), TiedNet(), ConvNet()):

@@ -268,16 +268,61 @@ def test_loads_of_wide_dtypes_differ_by_at_most_one_element_over_all_streams_and
 def test_slots_of_all_streams_and_extensions_together_differ_by_at_most_one_unit(
     history: History,
 ) -> None:
-    plan = history.plan()
-    slots = [0] * plan.world_size
-    units = [1]
+    for plan in history.plans():
+        slots, largest_unit = slots_of(plan)
+        assert max(slots) - min(slots) <= largest_unit
+
+
+def slots_of(plan: Plan) -> tuple[list[int], int]:
+    """The elements of all elementwise slots of each rank, padding counted, and the largest unit."""
+    slots, units = [0] * plan.world_size, [1]
     for bucket in range(len(plan.buckets)):
         if stream_of(plan, bucket).kind is Kind.ELEMENTWISE:
             units.append(stream_of(plan, bucket).unit)
             for rank in range(plan.world_size):
                 start, stop = plan.slot(bucket, rank)
                 slots[rank] += stop - start
-    assert max(slots) - min(slots) <= max(units)
+    return slots, max(units)
+
+
+@given(
+    world=st.integers(1, 9),
+    sizes=st.lists(
+        st.lists(st.tuples(st.integers(1, 200), st.sampled_from([*ITEMSIZES]), st.booleans())),
+        max_size=6,
+    ),
+)
+@anything
+def test_remainders_of_mixed_units_go_to_the_ranks_with_the_smallest_load(
+    world: int, sizes: list[list[tuple[int, str, bool]]]
+) -> None:
+    plan, index = make_plan([], world), itertools.count()
+    for batch in sizes:
+        specs = [
+            ParamSpec(next(index), numel, dtype, ITEMSIZES[dtype], fused=fused)
+            for numel, dtype, fused in batch
+        ]
+        old, before, plan = len(plan.streams), slots_of(plan)[0], plan.extended(specs)
+        for stream in sorted(plan.streams[old:], key=lambda stream: min(stream.params)):
+            number = plan.streams.index(stream)
+            extra = [rank for b in plan.buckets if b.stream == number for rank in b.extra]
+            each, rest = divmod(stream.stop // stream.unit, world)
+            by_load = sorted(range(world), key=lambda rank: (before[rank], rank))
+            assert extra == sorted(by_load[:rest])
+            for rank in range(world):
+                before[rank] += (each + (rank in extra)) * stream.unit
+        slots, largest_unit = slots_of(plan)
+        assert slots == before
+        assert max(slots) - min(slots) <= largest_unit
+
+
+def test_large_units_do_not_all_go_to_one_rank() -> None:
+    """As they would if remainders of streams of several units went to a cyclic run of ranks."""
+    plan = make_plan([], 2)
+    for index in range(0, 20, 2):
+        wide, narrow = ParamSpec(index, 1, "float32", 4), ParamSpec(index + 1, 64, "bfloat16", 2)
+        plan = plan.extended([wide, narrow])
+    assert max(loads(plan)) - min(loads(plan)) <= 64
 
 
 @pytest.mark.parametrize("world", [2, 3, 7, 64])

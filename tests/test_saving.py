@@ -30,8 +30,9 @@ from test_archive import read
 from torch import nn
 from torch.optim import Adam
 
-from onecopy import ZeroRedundancyOptimizer, writer
+from onecopy import ZeroRedundancyOptimizer
 from onecopy.archive import METADATA
+from onecopy.writer import Writer
 
 # ------------------------------------------------------------------------------- of one number
 
@@ -283,9 +284,7 @@ def failing_at(call: int, function: Any) -> Any:
 
 FAULTS: dict[str, Any] = {
     "syncing the data": lambda: mock.patch("os.fsync", failing_at(1, os.fsync)),
-    "appending": lambda: mock.patch.object(
-        writer.Writer, "append", failing_at(3, writer.Writer.append)
-    ),
+    "appending": lambda: mock.patch.object(Writer, "append", failing_at(3, Writer.append)),
     "saving a value": lambda: mock.patch("torch.save", full),
     "opening": lambda: mock.patch("os.open", full),
 }
@@ -473,7 +472,7 @@ def test_a_directory_that_one_rank_may_not_write_to_is_the_same_error_on_all_ran
     become(opt, 2)
     closed: Any = contextlib.nullcontext()
     if world.rank == world.size - 1:
-        closed = mock.patch.object(writer.Writer, "__init__", refuse)
+        closed = mock.patch.object(Writer, "__init__", refuse)
     with closed, pytest.raises(PermissionError, match="Permission denied") as caught:
         opt.save(tmp_path)
     assert len(set(on_all_ranks(str(caught.value)))) == 1

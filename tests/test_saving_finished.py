@@ -18,6 +18,7 @@ import harness
 import pytest
 import torch.distributed as dist
 from harness import World, distributed, run_on_ranks
+from inside import SAVING_READS_METADATA
 from test_saving import (
     assert_tidy,
     become,
@@ -242,7 +243,7 @@ def test_files_stay_where_nobody_can_tell_which_checkpoint_is_there(
     opt = optimizer_of(2)
     dist.barrier()
     is_gone = False
-    real, really_read = Path.replace, saving.read_metadata
+    real, really_read = Path.replace, getattr(*SAVING_READS_METADATA)
 
     def replaced(path: Path, target: Path) -> None:
         nonlocal is_gone
@@ -257,7 +258,7 @@ def test_files_stay_where_nobody_can_tell_which_checkpoint_is_there(
 
     with (
         mock.patch.object(Path, "replace", replaced),
-        mock.patch.object(saving, "read_metadata", read_metadata),
+        mock.patch.object(*SAVING_READS_METADATA, read_metadata),
     ):
         raised = raised_by(opt, tmp_path)
     assert set(on_all_ranks(raised)) == {("RuntimeError", "Deadline: time is up")}

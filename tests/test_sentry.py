@@ -17,13 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from flips import flip
 from harness import World, distributed
-from inside import local_of, params_of, plan_of, refusal_of
+from inside import STEP_WITHOUT_HOOKS, local_of, params_of, plan_of, refusal_of
 from models import Mlp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 import onecopy
-import onecopy.local
 from onecopy import ZeroRedundancyOptimizer
 
 SMALL = {"bucket_mb": 0.0002}  # some seven buckets of the 328 elements
@@ -281,14 +280,14 @@ def test_a_step_that_failed_in_the_middle_on_one_rank_leaves_the_histories_level
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     backward()
     if world.rank == 1:
-        real, calls = onecopy.local.step_without_hooks, itertools.count(1)
+        real, calls = getattr(*STEP_WITHOUT_HOOKS), itertools.count(1)
 
         def breaks(inner: Any) -> Callable[[], Any]:
             assert next(calls) <= buckets, "broken"
             return real(inner)
 
         with (
-            mock.patch.object(onecopy.local, "step_without_hooks", breaks),
+            mock.patch.object(*STEP_WITHOUT_HOOKS, breaks),
             pytest.raises(AssertionError, match="broken"),
         ):
             optimizer.step()

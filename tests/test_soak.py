@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankFailure, World, run_on_ranks
-from soak import LEGS, Soak, share_cores
+from soak import FEW_LEGS, LEGS, Soak, share_cores
 from soak_checkpoints import WAYS
 from soak_job import LENT_FROM, Difference, Job, Leg
 from soak_net import CASES
@@ -51,6 +51,25 @@ def test_a_soak_depends_on_its_seed_only(tmp_path: Path) -> None:
     assert [size for size, _ in Soak(5, 1, 3, tmp_path).voyage(0)] == [1] * LEGS
     legs = [leg for number in range(10) for _, leg in Soak(5, 8, 3, tmp_path).voyage(number)]
     assert {leg.lent_from for leg in legs} == set(LENT_FROM)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_short_soak_soon_meets_all_cases(seed: int, tmp_path: Path) -> None:
+    """A soak of two minutes has about 15 legs."""
+    soak = Soak(seed, 8, 3, tmp_path, FEW_LEGS)
+    legs = [leg for number in range(8) for _, leg in soak.voyage(number)][:15]
+    assert {leg.case for leg in legs} == set(CASES)
+    assert [leg.number for leg in legs] == list(range(15))
+    again = Soak(seed, 8, 3, tmp_path, FEW_LEGS)
+    assert [leg for number in range(8) for _, leg in again.voyage(number)][:15] == legs
+
+
+def test_the_seed_decides_the_order_of_the_cases(tmp_path: Path) -> None:
+    orders = {
+        tuple(leg.case for number in range(len(CASES)) for _, leg in soak.voyage(number))
+        for soak in (Soak(seed, 8, 3, tmp_path) for seed in range(20))
+    }
+    assert len(orders) > 10
 
 
 def test_a_soak_knows_what_never_happened(tmp_path: Path) -> None:

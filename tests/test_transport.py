@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, distributed
-from inside import private_group_of
+from harness import World, distributed, lend_nothing
+from inside import private_group_of, transport_of
 from torch.nn import Parameter
 from torch.optim import SGD, Adam
 
@@ -47,6 +47,47 @@ def test_share_brings_every_part_from_its_owner_to_all(world: World) -> None:
             # What the owner had put there: ten times its rank, plus its rank.
             assert torch.equal(tensor, filled(tensor.numel(), 11 * owner, dtype))
     transport.share([]).wait()
+
+
+@distributed(2, 3)
+def test_shares_of_two_optimizers_in_different_orders_do_not_mix(world: World) -> None:
+    """Each optimizer has a tag of its own for parameters."""
+    transports = [
+        transport_of(ZeroRedundancyOptimizer([Parameter(torch.zeros(4))], SGD, lr=1.0))
+        for _ in range(2)
+    ]
+    numbers = [1, 0] if world.rank else [0, 1]
+    launched = []
+    for number in numbers:
+        parts = [
+            Part(owner, filled(7, 100 * number + 10 * owner + world.rank))
+            for owner in range(world.size)
+        ]
+        launched.append((number, parts, transports[number].share(parts)))
+    for number, parts, pending in launched:
+        pending.wait()
+        for owner, tensor, _ in parts:
+            assert torch.equal(tensor, filled(7, 100 * number + 11 * owner))
+
+
+@pytest.mark.slow
+@distributed(2, 3, pg_timeout=10, fresh=True)
+def test_ranks_that_step_two_optimizers_in_different_orders_do_not_mix_them(world: World) -> None:
+    """Each rank waits for parameters that do not come, until the timeout of the process group."""
+    lend_nothing()
+    params = [Parameter(torch.zeros(64)) for _ in range(2)]
+    optimizers = [ZeroRedundancyOptimizer([param], SGD, lr=1.0) for param in params]
+
+    def step(numbers: list[int]) -> None:
+        for number in numbers:
+            params[number].grad = torch.full((64,), float(10**number))
+            optimizers[number].step()
+
+    step([0, 1])
+    with pytest.raises((RuntimeError, OSError), match="collective failed"):
+        step([1, 0] if world.rank else [0, 1])
+    for number, param in enumerate(params):
+        assert set((-param.detach() / 10**number).tolist()) <= {0.0, 1.0, 2.0}
 
 
 @distributed(1, 2, 3, 4)

@@ -11,8 +11,11 @@ model uses elementwise operations only, so that no matrix library decides about 
 Muon).
 
 The file names the release of torch, the CPU capability and the number of threads that it was
-written with; results of others are not comparable. The exit code is 1 if a case differs, and 2 if
-nothing can be compared.
+written with; results of others are not comparable. On a machine with AVX2 torch uses AVX2, even if
+the machine has more. Workers always use one thread: the number of threads is compared to notice a
+change of tests/harness.py. Variables ONECOPY_... of the environment are removed at the start.
+
+The exit code is 1 if a case differs, and 2 if nothing can be compared.
 """
 
 from __future__ import annotations
@@ -29,6 +32,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # before torch and tests/harness.py read them
+    for variable in [name for name in os.environ if name.startswith("ONECOPY_")]:
+        del os.environ[variable]
+    with contextlib.suppress(OSError):
+        if " avx2 " in Path("/proc/cpuinfo").read_text():
+            os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -113,7 +123,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Sequential):
-    """A tensor of several buckets, among small parameters of all kinds."""
+    """One parameter of several buckets, and small ones of several dtypes and layouts."""
 
     def __init__(self, narrow: bool) -> None:
         usual, wide = (torch.bfloat16, torch.float32) if narrow else (torch.float32, torch.float64)
@@ -251,7 +261,7 @@ def merged(case: str, of_ranks: Sequence[Case]) -> Case:
         "state": of_ranks[0]["state"],
         "buckets": {
             bucket: [found["buckets"].get(bucket, [0, 0]) for found in of_ranks]
-            for bucket in of_ranks[0]["buckets"]
+            for bucket in dict.fromkeys(each for found in of_ranks for each in found["buckets"])
         },
     }
 

@@ -3,14 +3,14 @@
     make soak                            # 30 minutes, 8 ranks
     make soak MINUTES=5 SEED=7 RANKS=4
 
-A soak is a row of voyages, each a training run from scratch with one of the optimizer classes. A
-voyage has six legs. Each leg is a job with processes of its own, every other one on all ranks and
-those between on fewer, and starts from the checkpoint of the leg before; neighbours lend each other
-all parts, the larger ones, or none. All share two cores. Within a leg parameters are frozen and
-unfrozen, groups are added, gradients are accumulated, clipped and dropped, modes change,
-checkpoints are written and gone back to, and the job is copied, in an order that the seed decides.
-At every checkpoint and at the end of every leg it is compared, bit for bit, with a shadow: the same
-training by plain optimizers, unsharded.
+A soak is a row of voyages, each a training run from scratch in one of the cases of `soak_net.py`,
+whose order the seed decides. A voyage has six legs, in a short soak two. Each leg is a job with
+processes of its own, every other one on all ranks and those between on fewer, and starts from the
+checkpoint of the leg before; neighbours lend each other all parts, the larger ones, or none. All
+share two cores. Within a leg parameters are frozen and unfrozen, groups are added, gradients are
+accumulated, clipped and dropped, modes change, checkpoints are written and gone back to, and the
+job is copied, in an order that the seed decides. At every checkpoint and at the end of every leg it
+is compared, bit for bit, with a shadow: the same training by plain optimizers, unsharded.
 
 The exit code is 1 if anything differed, hung or raised, and the last lines say how to repeat it;
 also if something that should have happened in a long soak never did.
@@ -42,7 +42,8 @@ from soak_net import CASES
 from soak_operations import EVERY_OPERATION, sail
 from watchdog import FOREVER, verdict
 
-LEGS = 6
+LEGS = 6  # of a voyage
+FEW_LEGS = 2  # of a voyage of a short soak, so that it meets more cases
 CORES = 2
 LONG = 20.0  # minutes in which everything has to happen
 
@@ -55,6 +56,7 @@ class Soak:
     ranks: int
     rounds: int  # of an operation and a step, in a leg
     directory: Path
+    legs_each: int = LEGS  # legs of a voyage
     tally: Tally = field(default_factory=Tally)
     steps_on: Counter[int] = field(default_factory=Counter)  # by number of ranks
     legs_of: Counter[str] = field(default_factory=Counter)  # by what they were about
@@ -66,14 +68,15 @@ class Soak:
     def voyage(self, number: int) -> Iterator[tuple[int, Leg]]:
         """The numbers of ranks and the legs of a voyage, which depend on the seed only."""
         draw = random.Random(f"{self.seed} {number}")
-        case = list(CASES)[number % len(CASES)]
+        around, place = divmod(number, len(CASES))
+        case = random.Random(f"{self.seed} cases {around}").sample(list(CASES), len(CASES))[place]
         directory = self.directory / f"voyage{number}"
         fewer = range(1, max(self.ranks, 2))
         finds = None
-        for leg in range(LEGS):
+        for leg in range(self.legs_each):
             leaves, lent_from = draw.choice(WAYS), draw.choice(LENT_FROM)
             # Numbered through, so that no two legs of a soak draw the same operations.
-            of_all = number * LEGS + leg
+            of_all = number * self.legs_each + leg
             ranks = self.ranks if leg % 2 == 0 else draw.choice(fewer)
             told = (self.seed, of_all, case, self.rounds, directory, leaves, finds, lent_from)
             yield ranks, Leg(*told)
@@ -160,15 +163,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="decides all that happens (a new one)")
     parser.add_argument("--rounds", type=int, default=25, help="steps in a leg (25)")
     parser.add_argument("--legs", type=int, help="end after so many legs, whatever the time")
+    parser.add_argument("--legs-each", type=int, help="legs of a voyage (6; 2 in a short soak)")
     given = parser.parse_args()
     # Why: DDP warns on each rank where no parameter happens to be unused.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     share_cores()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"soak: seed {seed}, {given.minutes:g} minutes, up to {given.ranks} ranks", flush=True)
+    legs_each = given.legs_each or (LEGS if given.minutes >= LONG else FEW_LEGS)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="onecopy-soak-") as directory:
-        soak = Soak(seed, given.ranks, given.rounds, Path(directory))
+        soak = Soak(seed, given.ranks, given.rounds, Path(directory), legs_each)
         try:
             soak.run(float("inf") if given.legs else given.minutes, given.legs or float("inf"))
         finally:
@@ -184,7 +189,7 @@ def main() -> int:
     if soak.failure:
         print(
             f"to repeat it: {sys.executable} {sys.argv[0]} --seed {seed} --ranks {given.ranks} "
-            f"--rounds {given.rounds} --legs {soak.legs + 1}"
+            f"--rounds {given.rounds} --legs-each {legs_each} --legs {soak.legs + 1}"
         )
     return int(bool(soak.failure))
 
