@@ -84,9 +84,16 @@ class Company:
 
     # ------------------------------------------------------------------ who is where
 
-    def note(self, text: str, same_place: bool = False, is_error: bool = False) -> None:
+    def note(
+        self,
+        text: str,
+        same_place: bool = False,
+        is_error: bool = False,
+        is_joined: bool = False,
+    ) -> None:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
-        self._notes.write(text if same_place else f"{text}{self.whose}", same_place, is_error)
+        text = text if same_place else f"{text}{self.whose}"
+        self._notes.write(text, same_place, is_error, self.number, is_joined)
 
     def add_to_note(self, detail: str) -> None:
         """Where exactly in it this rank is."""

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from onecopy.join import OptimizerJoinHook, Party, Turn, find_party, same_call
-from onecopy.notes import JOINED
 from onecopy.parts import Parts
 from onecopy.reducer import GradientsDropped
 from onecopy.torch_private import join_config, leave_join
@@ -70,7 +69,7 @@ class Joins(Parts):
             self._attached("join").shadow_backward(party)
         else:
             self._attached("join").judge()
-            self._company.note(f"looking at gradients with the others{JOINED}")
+            self._company.note("looking at gradients with the others, joined", is_joined=True)
             self._follow_changes(party)
             method, *args = same_call(self._transport, party, ())
             getattr(self._attached("join"), method)(*args)

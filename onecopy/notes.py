@@ -5,6 +5,9 @@ every rank that waited reads the notes and raises the same error: who was where.
 same place, the notes do not tell who is missing: then the ranks on which it failed answer a roll
 call, and whoever does not is lost, or stopped, or still waits.
 
+Notes are compared per optimizer. Ranks may call two optimizers in different orders, for example if
+they reach two attached modules in different orders in one backward.
+
 A file store keeps everything that was ever written to it. There a rank writes a note when it raises
 and when it reports, not at every step; of the others the report says that it is not known.
 
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,6 +35,15 @@ from onecopy.torch_private import store_of
 from onecopy.waiting import NoAnswer, ask, is_silent
 
 
+class _Place(NamedTuple):
+    """What a rank did, and when, counted per optimizer."""
+
+    optimizer: int
+    number: int  # of the note among those of this optimizer
+    text: str
+    is_joined: bool  # the rank has no inputs left and follows the others under another name
+
+
 @dataclass(slots=True)
 class Notes:
     """Where each rank was last seen, kept in the store of the user's group."""
@@ -40,20 +54,30 @@ class Notes:
     world_size: int
     count: int = 0
     place: str = ""  # what the rank is doing
-    places: list[str] = field(default_factory=list)  # the last ones, this one included
+    places: list[str] = field(default_factory=list)  # the last ones, this one included, as JSON
+    counts: dict[int, int] = field(default_factory=dict)  # by optimizer; the last one used is last
     last: str = ""  # the same, maybe in more detail
     failure: str = ""  # why the group is of no use any more
     writes_errors_only: bool = False  # the store would grow with every step
     has_written_error: bool = False  # which is there until it is erased
     clock: str = ""  # when the last note was made
 
-    def write(self, text: str, same_place: bool = False, is_error: bool = False) -> None:
+    def write(
+        self,
+        text: str,
+        same_place: bool = False,
+        is_error: bool = False,
+        optimizer: int = 0,
+        is_joined: bool = False,
+    ) -> None:
         """``same_place`` only adds detail: the rank is no further than before. ``is_error``: this
-        rank raises, and others may wait for it."""
+        rank raises, and others may wait for it. ``is_joined``: other ranks write another text."""
         if not same_place:
             self.count += 1
             self.place = text
-            self.places = [*self.places[1 - _REMEMBERED :], text]
+            number = self.counts[optimizer] = self.counts.pop(optimizer, 0) + 1
+            place = json.dumps([optimizer, number, text, is_joined])  # once: notes are frequent
+            self.places = [*self.places[1 - _REMEMBERED :], place]
         self.last = text
         self.clock = time.strftime("%H:%M:%S")
         if self.world_size == 1:
@@ -66,7 +90,8 @@ class Notes:
             self.has_written_error = False
 
     def _as_text(self) -> str:
-        return json.dumps([self.count, self.clock, self.last, self.places])
+        counts = list(itertools.islice(reversed(self.counts.items()), _COUNTED))
+        return "\n".join([json.dumps([self.count, self.clock, self.last, counts]), *self.places])
 
     def building(self, is_over: bool = False) -> None:
         """An optimizer is built: tell ranks of other process groups, too, which may wait for this
@@ -77,7 +102,7 @@ class Notes:
     def take_back(self, text: str) -> None:
         """What the last note has said did not come to pass."""
         self.count -= 1
-        del self.places[-1:]
+        self.counts[_Place(*json.loads(self.places.pop())).optimizer] -= 1
         self.write(text, same_place=True, is_error=True)
 
     def report(self, ended: Sequence[int] = ()) -> str:
@@ -126,21 +151,16 @@ class Notes:
         patience = time.monotonic() + ANSWER_WITHIN
         while time.monotonic() < patience:
             seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
-            told = [note for note in seen if note is not _NOT_TOLD]
-            if len(told) == len(seen):
+            received = [note for note in seen if note is not _NOT_KNOWN]
+            if len(received) == len(seen):
                 return
-            if any(note.number < self.count for note in told):
+            if any(note.number < self.count for note in received):
                 patience = min(patience, time.monotonic() + _GRACE)
             time.sleep(0.05)
 
     def _describe(self, seen: Sequence[_Note], ended: Sequence[int]) -> str:
-        not_told = [rank for rank, note in enumerate(seen) if note is _NOT_TOLD]
-        furthest = max(note.number for note in seen)
-        missing = [
-            rank
-            for rank, note in enumerate(seen)
-            if note.number < furthest and rank not in not_told
-        ]
+        not_known = [rank for rank, note in enumerate(seen) if note is _NOT_KNOWN]
+        missing = _ranks_behind(seen)
         places: dict[tuple[int, str], list[int]] = {}
         for rank, note in enumerate(seen):
             places.setdefault((note.number, note.text), []).append(rank)
@@ -148,19 +168,21 @@ class Notes:
             f"\n  {name_ranks(ranks)}: {text}{seen[ranks[0]].since}"
             for (_, text), ranks in places.items()
         )
-        strayed = [rank for rank in missing if seen[rank].is_elsewhere]
-        parted = _first_difference(seen)
+        elsewhere = [rank for rank in missing if seen[rank].is_elsewhere]
         advice = ""
-        if strayed:
+        if elsewhere:
             who = "the ranks build optimizers for different process groups"
-        elif parted:
-            who, advice = parted, _ADVICE
+        elif ended:  # living ranks that wait for these may have done less, or something else
+            has = "did not arrive" if set(ended) <= set(missing) else "ended"
+            who = f"{name_ranks(ended)} {has}"
+        elif difference := _first_difference(seen):
+            who, advice = difference, _ADVICE
         elif missing:
             who = f"{name_ranks(missing)} did not arrive"
-        elif ended:
-            who = f"{name_ranks(ended)} ended"
-        elif not_told:
-            who = _no_answer_from(not_told)
+        elif not_known:
+            who = _no_answer_from(not_known)
+        elif difference := _difference_in_order(seen):
+            who, advice = difference, _ADVICE
         elif len(places) == 1:
             who = self._call_the_roll()
         else:
@@ -186,7 +208,7 @@ class Notes:
         """The notes of all ranks, if the store is still there."""
         try:
             seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
-            if _NEVER_SEEN not in seen and _NOT_TOLD not in seen:
+            if _NEVER_SEEN not in seen and _NOT_KNOWN not in seen:
                 return seen
             return [
                 self.lobby.read(rank) or note if note.number <= 1 else note
@@ -198,43 +220,101 @@ class Notes:
     def _read_one(self, key: str) -> _Note:
         found = self.store.get(key).decode() if self.store.check([key]) else ""
         if not found:
-            return _NOT_TOLD if self.writes_errors_only else _NEVER_SEEN
-        number, clock, text, places = json.loads(found)
-        first = number - len(places) + 1
-        return _Note(number, text, f", since {clock}", places=dict(enumerate(places, first)))
+            return _NOT_KNOWN if self.writes_errors_only else _NEVER_SEEN
+        head, *lines = found.split("\n")
+        number, clock, text, counts = json.loads(head)
+        places = [_Place(*json.loads(line)) for line in lines]
+        return _Note(number, text, f", since {clock}", places=places, counts=dict(counts))
 
     def _key(self, rank: int) -> str:
         return f"onecopy/{rank}"
 
 
 class _Note(NamedTuple):
-    number: int  # how many notes the rank has written: the same on ranks that are level
+    number: int  # how many notes the rank has written
     text: str
     since: str
     is_elsewhere: bool = False  # it builds an optimizer for another process group
-    places: Mapping[int, str] = {}  # what the rank did last, by the number of the note
+    places: Sequence[_Place] = ()  # what the rank did last
+    counts: Mapping[int, int] = {}  # how many notes it has written, by optimizer
+
+    def is_behind(self, other: _Note) -> bool:
+        """Whether the other rank is further in at least one optimizer and this one in none."""
+        return self.number < other.number and all(
+            number <= other.count_of(optimizer) for optimizer, number in self.counts.items()
+        )
+
+    def count_of(self, optimizer: int) -> float:
+        """Infinite if it is not known: the optimizer was not among the last ones used."""
+        return self.counts.get(optimizer, 0 if len(self.counts) < _COUNTED else math.inf)
+
+
+def _ranks_behind(seen: Sequence[_Note]) -> list[int]:
+    """Those that have done less than another rank, and nothing that this one has not done."""
+    distinct = {(note.number, *sorted(note.counts.items())): note for note in seen}.values()
+    return [
+        rank
+        for rank, note in enumerate(seen)
+        if note is not _NOT_KNOWN and any(note.is_behind(other) for other in distinct)
+    ]
 
 
 def _first_difference(seen: Sequence[_Note]) -> str:
-    """Where the ranks first did different things, if they did.
+    """Where the ranks first did different things with an optimizer, if they did, and all have not
+    done the same since.
 
     Why: after that the numbers of notes say nothing. A rank that has written fewer may be right.
     """
-    known = [set(note.places) for note in seen]
-    for number in sorted(set.union(*known)):
-        ranks_at: dict[str, list[int]] = {}
+    for optimizer in sorted({place.optimizer for note in seen for place in note.places}):
+        places_at: dict[int, dict[int, _Place]] = {}  # by number and rank
+        ranks = set()
         for rank, note in enumerate(seen):
-            if number in note.places and not note.places[number].endswith(JOINED):
-                ranks_at.setdefault(note.places[number], []).append(rank)
-        if len(ranks_at) > 1:
-            # The fewest are most probably wrong; of two equally many, those that took a step.
-            (odd, ranks), *others = sorted(
-                ranks_at.items(), key=lambda at: (len(at[1]), not at[0].startswith("in step"))
-            )
-            they = name_ranks(rank for _, who in others for rank in who)
-            rest = " or ".join(f'"{place}"' for place, _ in others)
-            return f'{name_ranks(ranks)} did something else than {they} ("{odd}", not {rest})'
+            for place in note.places:
+                if place.optimizer == optimizer:
+                    places_at.setdefault(place.number, {})[rank] = place
+                    ranks.add(rank)
+        difference = ""
+        for _, places in sorted(places_at.items()):
+            differs_here = _difference_between(places)
+            if not differs_here and len(places) == len(ranks):
+                difference = ""
+            difference = difference or differs_here
+        if difference:
+            return difference
     return ""
+
+
+def _difference_in_order(seen: Sequence[_Note]) -> str:
+    """What the ranks do that not all have done yet, if they differ: they have called several
+    optimizers in different orders, or one of them on some ranks only."""
+    everywhere = {
+        optimizer: min(note.count_of(optimizer) for note in seen)
+        for optimizer in {place.optimizer for note in seen for place in note.places}
+    }
+    places = {}
+    for rank, note in enumerate(seen):
+        ahead = (place for place in note.places if place.number > everywhere[place.optimizer])
+        place = next(ahead, None)
+        if place is not None:
+            places[rank] = place
+    return _difference_between(places)
+
+
+def _difference_between(places: Mapping[int, _Place]) -> str:
+    """Between what these ranks did."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        if not place.is_joined:
+            ranks_at.setdefault(place.text, []).append(rank)
+    if len(ranks_at) < 2:
+        return ""
+    # The fewest are most probably wrong; of two equally many, those that took a step.
+    (odd, ranks), *others = sorted(
+        ranks_at.items(), key=lambda at: (len(at[1]), not at[0].startswith("in step"))
+    )
+    they = name_ranks(rank for _, who in others for rank in who)
+    rest = " or ".join(f'"{place}"' for place, _ in others)
+    return f'{name_ranks(ranks)} did something else than {they} ("{odd}", not {rest})'
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +369,8 @@ def _tell(store: Any, key: str, text: str) -> None:
             store.set(key, text)
 
 
-JOINED = ", joined"  # ends the note of a rank that has no inputs left and follows the others
 _REMEMBERED = 8  # places: ranks that do different things fail before they have got so far
+_COUNTED = 32  # optimizers, those used last: a note stays short, however many there are
 _ADVICE = (
     "\nAll ranks must call the same methods in the same order. Set ONECOPY_CHECK=step to find the "
     "first difference at once, without waiting for a timeout"
@@ -300,7 +380,8 @@ _GRACE = 0.5  # seconds that ranks get to answer once it is known who has raised
 REPORT_WITHIN = 10.0  # seconds, with the roll call
 _REPORT = "onecopy/report"
 _NEVER_SEEN = _Note(0, "never seen", "")
-_NOT_TOLD = _Note(0, "not known: with a file store ranks say where they are only if they raise", "")
+_NOT_WRITTEN = "not known: with a file store ranks say where they are only if they raise"
+_NOT_KNOWN = _Note(0, _NOT_WRITTEN, "")
 
 
 def _no_answer_from(ranks: Sequence[int]) -> str:
@@ -311,7 +392,7 @@ def _answer_of(rank: int) -> str:
     return f"onecopy/failed/{rank}"
 
 
-# Shared by all optimizers of a group: the order of their steps is part of being level.
+# Shared by all optimizers of a group.
 _notes: weakref.WeakKeyDictionary[Any, Notes] = weakref.WeakKeyDictionary()
 
 

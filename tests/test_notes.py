@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, distributed
+from harness import World, distributed, pretend_hosts
 from inside import NOTES_ANSWER_SECONDS, NOTES_REPORT_SECONDS, store_grows
+from torch.distributed.algorithms.join import Join
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.notes import Lobby, Notes
@@ -74,14 +76,20 @@ def test_ranks_at_different_places_need_no_roll_call(monkeypatch: pytest.MonkeyP
     assert said.endswith("without waiting for a timeout")
 
 
-def written(*places: Sequence[str]) -> str:
-    """What is reported when each rank has written these notes."""
+JOINED = "looking at gradients with the others"
+
+
+def written(
+    *places: Sequence[str | tuple[int, str]], ended: Sequence[int] = (), optimizer: int = 0
+) -> str:
+    """What is reported when each rank has written these notes, of this optimizer or of another."""
     store, lobby = dist.HashStore(), Lobby(None, "0", range(len(places)))
     ranks = [Notes(store, lobby, rank, len(places)) for rank in range(len(places))]
     for notes, texts in zip(ranks, places, strict=True):
-        for text in texts:
-            notes.write(text)
-    return ranks[0].report()
+        for each in texts:
+            number, text = (optimizer, each) if isinstance(each, str) else each
+            notes.write(text, optimizer=number, is_joined=text.startswith(JOINED))
+    return ranks[0].report(ended)
 
 
 def test_of_ranks_that_did_different_things_the_first_difference_counts_not_who_is_further() -> (
@@ -97,9 +105,61 @@ def test_of_ranks_that_did_different_things_the_first_difference_counts_not_who_
     # A rank that is behind, on the same way, is missing; so is one that lies far behind.
     assert "rank 1 did not arrive" in written(steps, same)
     assert "rank 1 did not arrive" in written([*same, *map(str, range(20))], same)
-    # A rank that has joined follows the others under another name.
-    follows = [*same, "looking at gradients, joined", "in step 1"]
-    assert "did not answer" in written([*same, "clipping", "in step 1"], follows)
+
+
+@pytest.mark.parametrize("optimizer", [0, 1])
+def test_a_rank_that_has_joined_follows_the_others_under_another_name(optimizer: int) -> None:
+    which = f" (optimizer {optimizer + 1} of the process group)" * optimizer
+    leads = [f"clipping{which}", f"in step 1{which}"]
+    follows = [f"{JOINED}, joined{which}", leads[1]]
+    assert "did not answer" in written(leads, follows, optimizer=optimizer)
+    assert "rank 2 ended" in written(leads, follows, leads, ended=[2], optimizer=optimizer)
+    assert "rank 2 did not arrive" in written(leads, follows, leads[:1], optimizer=optimizer)
+
+
+def iteration(number: int, order: Sequence[int] = (0, 1)) -> list[tuple[int, str]]:
+    """What a rank writes that reaches two attached modules in this order."""
+    backward = [(each, f"in backward 1 after step {number} of {each}") for each in order]
+    return [*backward, *((each, f"in step {number + 1} of {each}") for each in (0, 1))]
+
+
+def test_two_modules_in_another_order_are_no_difference_and_the_lost_rank_is_named() -> None:
+    usual = [place for number in range(4) for place in iteration(number)]
+    other = [place for number in range(4) for place in iteration(number, (1, 0))]
+    for length in range(1, len(usual)):
+        assert "rank 2 did not arrive" in written(other, usual, usual[:length]), length
+    # Ranks 0 and 1 wait in the backwards of different modules.
+    assert "rank 2 did not arrive" in written(other[:13], usual[:13], usual[:12])
+    # The rank that has ended is further than those that wait for it, and came another way.
+    assert "rank 2 ended" in written(other[:13], usual[:13], usual[:14], ended=[2])
+    assert "rank 2 ended" in written(["in step 1"], ["in step 1"], ["saving"], ended=[2])
+    # Rank 1 lives, though it has not come either.
+    assert ": rank 2 did not arrive" in written(usual, usual[:12], usual[:12], ended=[2])
+
+
+def test_a_difference_after_which_all_have_done_the_same_is_none() -> None:
+    recovered = ["saving to a", "in step 1"], ["saving to b", "in step 1"]
+    assert "did not answer" in written(*recovered)
+    assert "rank 1 did not arrive" in written([*recovered[0], "step 1 finished"], recovered[1])
+
+
+@pytest.mark.parametrize("optimizers", [2, 40])
+def test_of_several_optimizers_those_called_in_another_order_or_not_at_all_are_shown(
+    optimizers: int,
+) -> None:
+    start = [(each, "optimizer built") for each in range(optimizers)]
+    last = optimizers - 1
+    first, second = (last - 1, "in step 1 of a"), (last, "in step 1 of b")
+    later = (last - 1, "in backward 1 of a")
+    said = written([*start, first], [*start, second], [*start, first])
+    assert 'rank 1 did something else than ranks 0, 2 ("in step 1 of b", not "in step 1 of a")' in (
+        said
+    )
+    said = written([*start, first, later], [*start, first, second], [*start, first, later])
+    assert "rank 1 did something else than ranks 0, 2" in said
+    assert '("in step 1 of b", not "in backward 1 of a")' in said
+    assert "rank 1 did not arrive" in written([*start, first, second], [*start, first])
+    assert "rank 1 did not arrive" in written([*start, (optimizers, "building")], start)
 
 
 def test_what_was_taken_back_is_no_difference() -> None:
@@ -181,6 +241,68 @@ def test_in_a_job_with_a_file_store_the_rank_that_raised_is_named(
     says = r"rank 1 did not arrive(.|\n)*rank 1: in step 2 raised RuntimeError: .* sparse gradient"
     with pytest.raises(RuntimeError, match=says):
         opt.step()  # with one bucket it waits for the gather
+
+
+@distributed(3, fresh=True, pg_timeout=30)
+@pytest.mark.parametrize("on_one_host", [False, True])
+def test_a_lost_rank_is_named_though_another_reaches_two_modules_in_another_order(
+    world: World, on_one_host: bool
+) -> None:
+    if not on_one_host:
+        pretend_hosts(world, 0, 1, 2)  # so that no rank sees that the process has ended
+    modules = [torch.nn.Linear(8, 8) for _ in range(2)]
+    optimizers = [
+        ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1) for module in modules
+    ]
+    for optimizer, module in zip(optimizers, modules, strict=True):
+        optimizer.attach(module)
+
+    def iterate() -> None:
+        losses = [module(torch.ones(2, 8)).sum() for module in modules[:: -1 if world.rank else 1]]
+        (losses[0] + losses[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for _ in range(3):
+        iterate()
+    for optimizer in optimizers:
+        optimizer.wait()
+    dist.barrier()
+    if world.rank == 2:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as caught:
+        iterate()
+    named = "a collective failed: rank 2 did not arrive. Last seen:"
+    assert str(caught.value).startswith(named), caught.value
+
+
+@distributed(3, fresh=True, pg_timeout=10)
+@pytest.mark.parametrize("second", [False, True])
+def test_of_any_optimizer_a_rank_that_has_joined_is_not_blamed_for_a_lost_one(
+    world: World, second: bool
+) -> None:
+    pretend_hosts(world, 0, 1, 2)  # so that no rank sees that the process has ended
+    module = torch.nn.Linear(8, 8)
+    for _ in range(1 + second):
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.attach(module)
+
+    def train() -> None:
+        with Join([optimizer]):
+            for number in range(1 if world.rank == 0 else 3):
+                module(torch.ones(2, 8)).sum().backward()
+                optimizer.clip_grad_norm_(1.0)
+                if world.rank == 2 and number == 2:
+                    os._exit(0)
+                optimizer.step()
+
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    if world.rank == 1:  # the other one is in a collective of torch's Join
+        which = " (optimizer 2 of the process group)" * second
+        text = str(caught.value)
+        assert "a collective failed: the ranks are doing different things, or one was" in text
+        assert f"rank 0: looking at gradients with the others, joined{which}, since" in text
 
 
 class GoesDown(dist.HashStore):
