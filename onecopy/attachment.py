@@ -29,6 +29,7 @@ from onecopy.gatherer import Lender
 from onecopy.join import Party, Turn
 from onecopy.lazy import LazyWaits
 from onecopy.local import GradientsOf
+from onecopy.naming import names_in
 from onecopy.norm import clip_coefficient, total_norm
 from onecopy.patches import ZeroGrad
 from onecopy.pieces import gradient_held_in
@@ -169,10 +170,10 @@ class Attachment:
                 "DistributedDataParallel(model), and attach to that"
             )
         raise RuntimeError(
-            f"{name} has a gradient that no backward has computed: param.grad was written by hand. "
-            "An attached optimizer takes gradients from backward() only. Set param.grad to None; "
-            "to change gradients, use optimizer.full_grad() and tensor hooks; to write them, "
-            "detach() the optimizer"
+            f"{name} has a gradient that no backward since attach(...) has computed: param.grad "
+            "was written by hand, or is left from before attach(...). An attached optimizer takes "
+            "gradients from backward() only. Set param.grad to None; to change gradients, use "
+            "optimizer.full_grad() and tensor hooks; to write them, detach() the optimizer"
         )
 
     def judge(self) -> None:
@@ -350,14 +351,14 @@ def require_attachable(
             f"reduce_dtype must be a floating point dtype or None, got {shown(reduce_dtype)}"
         )
     ours = set(roster.params)
-    foreign = [n for n, p in module.named_parameters() if p.requires_grad and p not in ours]
+    theirs = names_in(module)
+    foreign = [n for p, n in theirs.items() if p.requires_grad and p not in ours]
     if foreign:
         raise ValueError(
             f"the module has trainable parameters that this optimizer does not have: "
             f"{_some(foreign)}. Nobody would average their gradients: build the optimizer on all "
             "parameters of the module, or freeze them"
         )
-    theirs = set(module.parameters())
     outside = [entry.name for entry in roster.planned(plan) if entry.param not in theirs]
     if outside:
         raise ValueError(
@@ -367,7 +368,7 @@ def require_attachable(
     if ZeroGrad.is_on(module):
         raise ValueError("another optimizer is attached to this module: call its detach() first")
     if isinstance(module, DistributedDataParallel):
-        complex_ones = [n for n, p in module.named_parameters() if p.is_complex()]
+        complex_ones = [n for p, n in theirs.items() if p.is_complex()]
         if complex_ones:
             raise ValueError(
                 f"DDP hands over the gradients of complex parameters ({_some(complex_ones)}) in "
@@ -394,7 +395,7 @@ def _some(names: Sequence[str]) -> str:
 @torch.no_grad()
 def send_from_first_rank(transport: Transport, module: torch.nn.Module) -> None:
     """Parameters and buffers of rank 0 to all ranks, as DDP does it."""
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = [*names_in(module), *module.buffers()]
     for tensor in {id(t): t for t in tensors}.values():
         memory = tensor.detach()
         if is_dense(memory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from onecopy.agreement import RanksDisagree, agree, require_agreement
 from onecopy.buffers import in_layout_of, is_dense
-from onecopy.fingerprints import checksum, fingerprint
+from onecopy.fingerprints import ODD, fingerprint
 from onecopy.join import Party
 from onecopy.parts import Parts
 from onecopy.replicas import Evidence, require_equal
@@ -151,8 +152,8 @@ class Checks(Parts):
             or join_config(self).enable  # a rank that has joined has none
         ):
             return
-        sums = self._checksums_of_gradients()
-        lines = [f"{name}: {said}" for name, said in zip(self._roster.names, sums, strict=True)]
+        views, have_values = self._views_of_gradients()
+        lines = [f"{name}: {view}" for name, view in zip(self._roster.names, views, strict=True)]
         try:
             require_agreement(self._transport, f"comparing gradients in step {self._steps}", lines)
         except RanksDisagree as difference:
@@ -162,9 +163,8 @@ class Checks(Parts):
             if self._check_steps:
                 raise error from None
             self._has_compared_gradients = True
-            warnings.warn(str(error), stacklevel=4)
-        # Gradients that are zero everywhere say nothing.
-        if any(said not in _NO_VALUES for said in sums):
+            warnings.warn(str(error), stacklevel=_level_of_user())
+        if have_values:  # gradients that are zero everywhere say nothing
             self._has_compared_gradients = True
 
     def _not_averaged(self, difference: RanksDisagree, index: int) -> RanksDisagree:
@@ -178,21 +178,51 @@ class Checks(Parts):
         )
 
     @torch.no_grad()
-    def _checksums_of_gradients(self) -> list[str]:
-        """Of each parameter, in words."""
-        said, sums = [], []
+    def _views_of_gradients(self) -> tuple[list[str], bool]:
+        """The gradient of each parameter in words, and whether any of them is not zero."""
+        said, pairs = [], []
         for param in self._roster.params:
-            grad = param.grad
-            if grad is None or grad.layout is not torch.strided:
-                said.append("no gradient" if grad is None else "a sparse gradient")
-                continue
-            laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
-            said.append("")
-            sums.append(checksum(laid_out))
+            text, parts = _gradient_of(param)
+            said.append(text)
+            if parts:
+                values, *others = parts
+                total = fingerprint(values)
+                for other in others:
+                    total = total * ODD + fingerprint(other)
+                pairs.append(torch.stack([total, values.bool().any().to(total)]))
         # Together, so that an accelerator is waited for once.
-        device = sums[0].device if sums else None
-        numbers = iter(torch.stack([s.to(device) for s in sums]).tolist() if sums else ())
-        return [text or f"a gradient, checksum {next(numbers) % (1 << 64):x}" for text in said]
+        device = pairs[0].device if pairs else None
+        numbers = torch.stack([pair.to(device) for pair in pairs]).tolist() if pairs else []
+        left = iter(numbers)
+        views = [f"{t}{next(left)[0] % (1 << 64):x}" if t.endswith(" ") else t for t in said]
+        return views, any(has_values for _, has_values in numbers)
 
 
-_NO_VALUES = ("no gradient", "a gradient, checksum 0")
+def _gradient_of(param: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    """A gradient in words, and the tensors to take a fingerprint of, values first."""
+    grad = param.grad
+    if grad is None:
+        return "no gradient", []
+    if grad.layout is torch.strided:
+        laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+        return "a gradient, fingerprint ", [laid_out]
+    if grad.layout is torch.sparse_coo:
+        rows = grad.coalesce()
+        return "a sparse gradient, fingerprint ", [
+            rows.values().contiguous(),
+            rows.indices().contiguous(),
+        ]
+    return f"a gradient in {grad.layout}", []
+
+
+def _level_of_user() -> int:
+    """The ``stacklevel`` with which the caller's warning names the line of the user that led to
+    it: a step may be called through profiler hooks, schedulers and scalers of torch."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and _is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("onecopy", "torch")

@@ -30,9 +30,12 @@ from onecopy.torch_private import (
     is_in_forward_of_ddp,
     is_unfinished,
     queue_callback,
+    reduced_parameters,
     restart_reducer,
 )
 from onecopy.transport import Transport, average_as_ddp
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Local(enum.Enum):
@@ -41,7 +44,7 @@ class Local(enum.Enum):
     NO_SYNC = enum.auto()  # the last backward was inside no_sync()
     INSIDE_DDP = enum.auto()  # DDP, which calls the attached module, has put it there
     NOT_IN_DDP = enum.auto()  # DDP was built when other parameters were trained
-    WRITTEN = enum.auto()  # by the user
+    WRITTEN = enum.auto()  # by the user, or by a backward before the optimizer was attached
 
 
 class Feed(Protocol):
@@ -355,12 +358,12 @@ class DDPFeed:
         self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
         self._accumulating: dict[int, Any] = {}  # handles of hooks, by parameter
+        self._were_trained: list[bool] = []  # by parameter, when hooks were put on them last
         self._is_queued = False
         self._abandon = abandon
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
         self._has_unsynced = False  # a forward inside no_sync came after the last backward outside
-        self._trained = [param for param in ddp.parameters() if param.requires_grad]
         self._is_in_join = weakref.WeakMethod(is_in_join)
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
         self._joining = AfterJoinHook(ddp, self._finish_joined)
@@ -373,11 +376,15 @@ class DDPFeed:
         require_finalization(ddp)  # it may have been set since
         if torch.is_grad_enabled() and not ddp.require_backward_grad_sync:
             self._has_unsynced = True
-        if self._reducer.accumulates and len(self._accumulating) < len(self._params):
-            self._watch_no_sync()
+            if self._reducer.accumulates:
+                self._watch_no_sync()
 
     def _watch_no_sync(self) -> None:
         """Hook parameters that are trained and have no hook yet."""
+        are_trained = list(map(_requires_grad, self._params))
+        if are_trained == self._were_trained:
+            return
+        self._were_trained = are_trained
         for index, param in enumerate(self._params):
             if param.requires_grad and index not in self._accumulating:
                 register: Any = param.register_post_accumulate_grad_hook
@@ -469,7 +476,8 @@ class DDPFeed:
     def why_local(self) -> Local:
         if self._has_unsynced:
             return Local.NO_SYNC
-        if not any(param.requires_grad for param in self._trained):
+        reduced = reduced_parameters(self._of_ddp())
+        if reduced and not any(param.requires_grad for param in reduced):
             return Local.NOT_IN_DDP
         return Local.WRITTEN
 
@@ -492,7 +500,7 @@ class DDPFeed:
     def _stop_watching(self) -> None:
         for handle in self._accumulating.values():
             handle.remove()
-        self._accumulating = {}
+        self._accumulating, self._were_trained = {}, []
 
     def remove(self) -> None:
         self._stop_watching()

@@ -45,12 +45,12 @@ class Grows(Parts):
             self._local.add_group(before, group, policy.optimizer_class)
             self._local.refill_groups(self.param_groups)  # what was unfrozen is planned, too
             self._local.options_out(self.param_groups)
+            self._shards.look_for_modules()
             return self._description()
 
         try:
             with self._shards.all_or_nothing():
                 agree(self._transport, "adding a parameter group", prepare)
-                self._shards.look_for_modules()
                 self._shards.require_same_order("adding a parameter group", known)
         except BaseException:
             del self.param_groups[before:]

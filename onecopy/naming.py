@@ -71,11 +71,17 @@ def names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
     return found
 
 
+def children_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of a module with their names, whatever its class has overridden."""
+    return torch.nn.Module.named_children(module)
+
+
 def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Like ``named_parameters``, without the wrappers in the names."""
-    for name, param in module.named_parameters(recurse=False):
+    # Why not module.named_parameters: a class may override it with other arguments.
+    for name, param in torch.nn.Module.named_parameters(module, recurse=False):
         yield prefix + name, param
     is_ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-    for name, child in module.named_children():
+    for name, child in children_of(module):
         is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
         yield from _walk(child, prefix if is_wrapper else f"{prefix}{name}.")

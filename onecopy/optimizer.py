@@ -144,10 +144,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             self._shards.admit(self.param_groups, policies)
             local.build(self.param_groups, [policy.optimizer_class for policy in policies])
             local.options_out(self.param_groups)
+            self._shards.look_for_modules()
             return self._description()
 
         agree(self._transport, "building the optimizer", prepare)
-        self._shards.look_for_modules()
         self._shards.require_same_order("building the optimizer")
         self._company.count_optimizer()
         self._transport.compares_phases = self._check_steps

@@ -65,6 +65,10 @@ CHECKED = (
     Private("DistributedDataParallel._comm_hooks", "a foreign communication hook is not noticed"),
     Private("DistributedDataParallel._check_reducer_finalized", "the first step raises"),
     Private("DistributedDataParallel._has_rebuilt_buckets", "none; it is only written"),
+    Private(
+        "DistributedDataParallel.reducer._get_zeros_like_grad_buckets",
+        "the message for p.grad is less exact",
+    ),
     Private("DistributedDataParallel.reducer._reset_state", "after a failed backward: raises"),
     Private("DistributedDataParallel._divide_by_initial_world_size", "Join over DDP raises"),
     Private("Joinable._join_config", "the first step raises"),
@@ -294,6 +298,16 @@ def is_unfinished(ddp: DistributedDataParallel) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def reduced_parameters(ddp: Any) -> list[torch.Tensor]:
+    """Those that were trained when DDP was built. For errors only: DDP makes zeros of the size of
+    all gradients to tell."""
+    try:
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except (AttributeError, RuntimeError):  # not in this release, or too little memory
+        return []
+    return [param for bucket in buckets for param in bucket.parameters()]
 
 
 def restart_reducer(ddp: Any) -> None:

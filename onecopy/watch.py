@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.buffers import one_of_each
-from onecopy.naming import names_in
+from onecopy.naming import children_of, names_in
 from onecopy.roster import Entry
 from onecopy.torch_private import is_unfinished, own_parameters
 
@@ -100,7 +100,7 @@ class HomeWatch:
             weakref.ref(module)
             for module, _ in modules
             if isinstance(module, DistributedDataParallel)
-            and any(id(param) in ours for param in module.parameters())
+            and any(id(param) in ours for param in _parameters_of(module))
         ]
 
     def _arrange(self, homes: Iterable[Home]) -> None:
@@ -180,11 +180,11 @@ def find_names(
         if not new:
             continue
         inner = [module for module in holders[mask] if not _has_child_with(mask, module, masks)]
-        indices = [index for index, bit in enumerate(reversed(f"{new:b}")) if bit == "1"]
+        indices = list(_set_bits(new))
         left &= ~mask
         try:
             namings = [names_in(module) for module in inner]
-        except RecursionError:  # a module that contains itself
+        except Exception:  # a module that contains itself, or cannot be walked, names nothing
             continue
         ways = {tuple(naming.get(params[index], "") for index in indices) for naming in namings}
         if len(ways) != 1:
@@ -211,7 +211,7 @@ def _coverage(
     bits = {id(param): 1 << index for index, param in enumerate(params)}
     parents: dict[int, list[torch.nn.Module]] = {}
     for module, _ in modules:
-        for child in module.children():
+        for child in _children(module):
             parents.setdefault(id(child), []).append(module)
     masks: dict[int, int] = {}
     by_id: dict[int, torch.nn.Module] = {}
@@ -234,13 +234,39 @@ def _coverage(
 
 
 def _has_child_with(mask: int, module: torch.nn.Module, masks: dict[int, int]) -> bool:
-    return any(masks.get(id(child)) == mask for child in module.children())
+    return any(masks.get(id(child)) == mask for child in _children(module))
+
+
+def _set_bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _children(module: torch.nn.Module) -> list[torch.nn.Module]:
+    try:
+        return [child for _, child in children_of(module)]
+    # Why: all modules of the process are asked. One that raises, perhaps because it is not built
+    # yet or has its own __getattribute__, must not fail an optimizer that does not use it.
+    except Exception:
+        return []
+
+
+def _parameters_of(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+    try:
+        return names_in(module)
+    except Exception:  # as above
+        return ()
 
 
 def _all_modules() -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]]:
     """All modules that are alive, with the parameters of each itself."""
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
-            parameters = own_parameters(obj)
+            try:
+                parameters = own_parameters(obj)
+            except Exception:  # as above
+                continue
             if parameters is not None:
                 yield obj, parameters

@@ -159,6 +159,13 @@ def held_gradients(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor | No
     return reducer.gradients()
 
 
+def hooked_for_no_sync(optimizer: ZeroRedundancyOptimizer) -> set[int]:
+    """The parameters with hooks that accumulate gradients inside no_sync(), attached to DDP."""
+    assert optimizer._attachment is not None
+    feed: Any = optimizer._attachment.feed
+    return set(feed._accumulating)
+
+
 def ddps_around(optimizer: ZeroRedundancyOptimizer) -> Collection[Any]:
     """The DDP modules that were found around the parameters."""
     return optimizer._shards._in_modules._ddps

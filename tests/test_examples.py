@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# For processes of their own: the warning of gradients that were not averaged is an error.
+NO_FALSE_ALARM = {"PYTHONWARNINGS": "error:the gradient of"}
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -24,7 +26,7 @@ def torchrun(
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **NO_FALSE_ALARM, **environment},
         check=False,
     )
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import EVERY_FEED
 from harness import World, distributed, pretend_hosts
-from inside import traffic_of
+from inside import hooked_for_no_sync, traffic_of
 from masters import (
     BF16,
     EVERY_CLASS,
@@ -336,6 +336,40 @@ def test_what_was_unfrozen_is_accumulated_in_float32(world: World, feed: str) ->
     for param, average in zip(model.parameters(), expected_average(world, wide), strict=True):
         assert torch.equal(optimizer.full_grad(param), average)
     optimizer.step()
+
+
+@distributed(1, 2)
+def test_parameters_are_hooked_by_the_first_forward_inside_no_sync(world: World) -> None:
+    pretend_hosts(world)
+    model = Loss()
+    model.second.requires_grad_(False)
+    module, optimizer = attached("ddp", model)
+    params = list(model.parameters())
+    x = noise(6, 11, seed=(world.rank + 1,)).to(BF16)
+
+    def trained() -> set[int]:
+        return {index for index, param in enumerate(params) if param.requires_grad}
+
+    for _ in range(2):
+        module(x).backward()
+        optimizer.step()
+    with torch.no_grad(), optimizer.no_sync():
+        module(x)
+    assert hooked_for_no_sync(optimizer) == set()
+    before = trained()
+    for _ in range(2):
+        with optimizer.no_sync():
+            module(x).backward()
+        assert hooked_for_no_sync(optimizer) == before
+    model.first.requires_grad_(False)  # as many as before, and others
+    model.second.requires_grad_(True)
+    assert len(trained()) == len(before)
+    with optimizer.no_sync():
+        module(x).backward()
+    assert hooked_for_no_sync(optimizer) == before | trained()
+    assert all(param.grad is None for param in params)
+    optimizer.zero_grad()
+    optimizer.detach()
 
 
 # ---------------------------------------- parameters that others change -------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,6 +152,52 @@ def test_ranks_with_the_same_order_are_not_suspected(world: World) -> None:
     del looping[0].above
 
 
+class OwnNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.ones(3))
+
+    def named_parameters(self) -> Any:  # without the arguments of the base class
+        yield "weight", self.weight
+
+
+class NoChildren(nn.Module):
+    def children(self) -> Any:
+        raise NotImplementedError("no children here")
+
+
+@distributed(2, 3)
+def test_methods_that_modules_override_do_not_fail_the_construction(world: World) -> None:
+    own = OwnNames()
+    unrelated = NoChildren() if world.rank == 0 else None
+    module = Sequential(Linear(4, 4), own)
+    optimizer = build([*module[0].parameters(), own.weight])
+    optimizer.add_param_group({"params": twins().parameters()})
+    optimizer = build(own.named_parameters())
+    optimizer.attach(own)
+    (own.weight.sum() * (world.rank + 1)).backward()
+    optimizer.step()
+    del unrelated
+
+
+@distributed(2, 3, pg_timeout=20)
+def test_what_the_search_for_modules_raises_is_raised_on_all_ranks(world: World) -> None:
+    module, more = twins(), twins()
+    optimizer = build(module.parameters())
+    before = list(optimizer.param_groups)
+    error = IndexError("a module of rank 1")
+    broken = mock.patch("onecopy.shards.HomeWatch", side_effect=error)
+    with broken if world.rank == 1 else contextlib.nullcontext():
+        for action in (
+            lambda: build(module.parameters()),
+            lambda: optimizer.add_param_group({"params": more.parameters()}),
+        ):
+            with pytest.raises(IndexError, match="a module of rank 1"):
+                action()
+    assert optimizer.param_groups == before
+    optimizer.add_param_group({"params": more.parameters()})
+
+
 def names_found(params: Any) -> ModuleNames:
     from onecopy.roster import Entry
 
@@ -227,11 +274,12 @@ def warned(*words: str) -> Iterator[None]:
     (one,) = caught
     same_on_all_ranks(one.message)
     assert not [each for each in words if each not in str(one.message)], str(one.message)
+    assert one.filename == __file__  # the line that has called step()
 
 
 FORGOTTEN = (
     "the gradient of parameter 0 (0.weight) is not the same on all ranks, so it was not averaged",
-    "rank 0: parameter 0: a gradient, checksum",
+    "rank 0: parameter 0: a gradient, fingerprint",
     "DistributedDataParallel(model)",
     "optimizer.attach(model)",
 )
@@ -286,6 +334,72 @@ def test_gradients_that_were_never_averaged_are_told_once(world: World) -> None:
         optimizer.step(closure)
 
 
+@distributed(2, 3)
+def test_gradients_that_differ_in_their_places_only_were_not_averaged(world: World) -> None:
+    """As those of an embedding, where each rank has seen other tokens."""
+    for is_sparse in (False, True):
+        table = nn.Embedding(8, 4, sparse=is_sparse)
+        other = Linear(4, 4)
+        params = [*table.parameters(), *other.parameters()]
+        optimizer = build([{"params": params, "partition": "whole"}])
+        if is_sparse:  # an empty one says nothing
+            with silent():
+                table.weight.grad = torch.zeros(8, 4).to_sparse(1)
+                optimizer.step()
+                optimizer.zero_grad()
+        table(torch.tensor([world.rank, world.rank])).sum().backward()
+        kind = "a sparse gradient" if is_sparse else "a gradient"
+        with warned("parameter 0", f"rank 0: parameter 0: {kind}, fingerprint"):
+            optimizer.step()
+    # The same rows of a sparse gradient, with other values; then the same, in another order.
+    for check in ("", "step"):
+        os.environ["ONECOPY_CHECK"] = check
+        table = nn.Embedding(8, 4, sparse=True)
+        optimizer = build([{"params": table.parameters(), "partition": "whole"}])
+        tokens = torch.tensor([1, 5, 1] if world.rank else [5, 1, 1])
+        scale = 1.0 + world.rank
+        table(tokens).sum().mul(scale).backward()
+        if check:
+            refused(optimizer.step, "(weight) is not the same on all ranks", "a sparse gradient")
+        else:
+            with warned("a sparse gradient"):
+                optimizer.step()
+        optimizer = build([{"params": table.parameters(), "partition": "whole"}])
+        with silent():
+            for _ in range(2):
+                optimizer.zero_grad()
+                table(tokens).sum().backward()
+                optimizer.step()
+
+
+@distributed(2)
+def test_gradients_that_are_zero_do_not_end_the_comparison(world: World) -> None:
+    params = [Parameter(torch.ones(3, 3)), Parameter(torch.ones(2))]
+    optimizer = build(params)
+    with silent():
+        for value in (0.0, -0.0):
+            for param in params:
+                param.grad = torch.full_like(param, value)
+            optimizer.step()
+    differing(params, world)
+    with warned("parameter 0 is not the same"):
+        optimizer.step()
+
+
+@distributed(2)
+def test_the_warning_names_the_line_of_the_user_through_what_wraps_step(world: World) -> None:
+    for wrap in ("scheduler", "hook", "profiler"):
+        module = twins()
+        optimizer = build(module.parameters())
+        if wrap == "scheduler":
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        elif wrap == "hook":
+            optimizer.register_step_pre_hook(lambda *_: None)
+        around = torch.profiler.profile() if wrap == "profiler" else contextlib.nullcontext()
+        with warned(*FORGOTTEN), around:
+            trained(module, optimizer, world)
+
+
 @distributed(1, 2, 3)
 def test_gradients_that_were_averaged_raise_no_alarm(world: World) -> None:
     for check in ("", "step"):
@@ -308,7 +422,7 @@ def test_gradients_that_were_averaged_raise_no_alarm(world: World) -> None:
                     is_last = world.rank == world.size - 1 and grad.dim() == 4
                     layout = torch.channels_last if is_last else torch.contiguous_format
                     param.grad = grad.contiguous(memory_format=layout)
-                table.grad = torch.ones(5, 2).mul(world.rank + 1).to_sparse()
+                table.grad = torch.ones(5, 2).to_sparse(1)
                 optimizer.step()
             # Alone, inside Join, and inside backward, nobody looks.
             params = [Parameter(torch.ones(3))]
@@ -384,7 +498,7 @@ def test_gradients_that_were_not_reduced_have_three_causes(world: World) -> None
     refused_here(lambda: trained(ddp, optimizer, world), *inside)
     # The DDP is still there, and is not used.
     trained(module, optimizer, world)
-    by_hand = (f"{name}no backward has computed", "written by hand")
+    by_hand = (f"{name}no backward since attach(...) has computed", "written by hand")
 
     def writes() -> None:
         module[0].weight.grad = torch.ones(4, 4)
@@ -433,6 +547,33 @@ def test_gradients_that_were_not_reduced_have_three_causes(world: World) -> None
     module[1].requires_grad_(False)
     module[1].weight.grad = None
     refused_here(lambda: trained(ddp, optimizer, world), f"{name}was not averaged", "DDP was built")
+
+
+@distributed(1, 2, 3)
+def test_gradients_of_a_ddp_built_for_others_and_from_before_attach(world: World) -> None:
+    def refused_here(action: Callable[[], Any], *words: str) -> None:
+        refused(action, *words, kind=RuntimeError)
+
+    # DDP was built for layer 0, and only layer 1 is trained when the optimizer is attached.
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        module = twins()
+        module[1].requires_grad_(False)
+        ddp = DistributedDataParallel(module, **options)
+        module[0].requires_grad_(False), module[1].requires_grad_(True)
+        optimizer = build(module.parameters())
+        optimizer.attach(ddp)
+        not_in_ddp = "parameter 2 (1.weight) has a gradient that was not averaged, because none of"
+        refused_here(lambda: trained(ddp, optimizer, world), not_in_ddp, "DDP was built with")
+        optimizer.detach()
+    # A gradient is left from a backward before attach().
+    module = twins()
+    optimizer = build(module.parameters())
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.attach(module)
+    since = "(0.weight) has a gradient that no backward since attach(...) has computed"
+    refused_here(optimizer.step, since, "written by hand, or is left from before attach(...)")
+    optimizer.zero_grad()
+    trained(module, optimizer, world)
 
 
 @distributed(1, 2, 3)

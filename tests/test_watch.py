@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from onecopy.roster import Entry
-from onecopy.watch import HomeWatch, MemoryWatch
+from onecopy.watch import HomeWatch, MemoryWatch, find_names
 
 
 def watched(module: nn.Module) -> MemoryWatch:
@@ -228,3 +229,71 @@ def test_what_never_belonged_to_a_module_cannot_have_been_replaced_there(
     module = net()
     module(torch.ones(13)).sum().backward()
     watch.require_in_place()
+
+
+# ------------------------------------------------------------------ modules that cannot be walked
+
+
+class RaisesWhenWalked(nn.Module):
+    """Its ``children`` and ``named_parameters`` raise or take other arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def children(self) -> Any:
+        raise NotImplementedError("no children here")
+
+    named_children = modules = named_modules = parameters = children
+
+    def named_parameters(self) -> Any:
+        raise NotImplementedError("no names here")
+
+
+class CannotBeRead(nn.Module):
+    """Raises when attributes are read whose names end like this."""
+
+    locked: tuple[str, ...] = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if CannotBeRead.locked and name.endswith(CannotBeRead.locked):
+            raise ValueError(f"{name} is locked")
+        return super().__getattribute__(name)
+
+
+def test_modules_with_methods_of_their_own_are_walked_all_the_same() -> None:
+    module = RaisesWhenWalked()
+    held = [Entry(param, name, 0) for name, param in nn.Module.named_parameters(module.layer)]
+    held.append(Entry(module.weight, "weight", 0))
+    watch = HomeWatch(held)
+    assert watch.names.of == ("layer.weight", "layer.bias", "weight")
+    module.weight = twin(module.weight)
+    with pytest.raises(RuntimeError, match="weight is no longer"):
+        watch.require_in_place()
+
+
+@pytest.mark.parametrize("locked", ["modules", ""], ids=["children", "everything"])
+def test_a_module_that_cannot_be_walked_names_nothing(
+    locked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, odd = net(), CannotBeRead()
+    with monkeypatch.context() as patch:
+        patch.setattr(CannotBeRead, "locked", (locked,))
+        watch = HomeWatch(entries(module))
+    assert watch.names.of == ("0.weight", "0.bias", "2.weight", "2.bias")
+    watch.require_in_place()
+    del odd
+
+
+def test_many_modules_without_a_common_one_are_named_in_linear_time() -> None:
+    def seconds(count: int) -> float:
+        layers = [nn.Linear(1, 1, bias=False) for _ in range(count)]
+        modules: Any = [(layer, dict(layer.named_parameters())) for layer in layers]
+        params = [layer.weight for layer in layers]
+        before = time.thread_time()
+        assert find_names(params, modules).of == ("",) * count
+        return time.thread_time() - before
+
+    few, many = min(seconds(1000) for _ in range(3)), min(seconds(8000) for _ in range(2))
+    assert many < 30 * few, (few, many)  # quadratic: 64 times
