@@ -129,6 +129,12 @@ def phase_of(optimizer: ZeroRedundancyOptimizer) -> Any:
     return reducer_of(optimizer)._phase
 
 
+def next_bucket(optimizer: ZeroRedundancyOptimizer) -> int:
+    """The first bucket that the present backward has not launched."""
+    reducer = reducer_of(optimizer)
+    return reducer._next(reducer._phase)
+
+
 def deliver(optimizer: ZeroRedundancyOptimizer, index: int, param: torch.Tensor) -> None:
     """What the hook of a parameter calls; the optimizer is attached to a bare module."""
     optimizer._attachment.feed._arrived(index, param)
@@ -265,6 +271,7 @@ AFTER_GATHER = (Gatherer, "_arrive")
 ADD_CONTRIBUTIONS = (Lane, "add")  # to the reduced gradient of a bucket
 ALL_GATHER_SINGLE = (transport, "_all_gather_single")
 BEFORE_LAZY_FORWARD = (LazyWaits, "_before")
+CLAIM_BUCKET = (Reducer, "_claim")  # for the thread that will launch it
 CAN_READ = (neighbours, "_can_read")
 EXCHANGE_ANSWER_SECONDS = (exchange, "_ANSWER_SECONDS")
 EXCHANGE_BEAT_SECONDS = (exchange, "_BEAT_SECONDS")
