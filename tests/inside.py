@@ -22,6 +22,7 @@ from onecopy import (
     exchange,
     groups,
     kinds,
+    lanes,
     loading,
     neighbours,
     notes,
@@ -269,6 +270,7 @@ without_split = torch_private._without_split
 
 AFTER_GATHER = (Gatherer, "_arrive")
 ADD_CONTRIBUTIONS = (Lane, "add")  # to the reduced gradient of a bucket
+ADD_RUN = (lanes, "_add")  # the same for a run of its elements
 ALL_GATHER_SINGLE = (transport, "_all_gather_single")
 BEFORE_LAZY_FORWARD = (LazyWaits, "_before")
 CLAIM_BUCKET = (Reducer, "_claim")  # for the thread that will launch it

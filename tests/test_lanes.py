@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import ADD_RUN
 
 from onecopy.buffers import flat_range
 from onecopy.hosts import Hosts
@@ -24,6 +25,7 @@ class FirstOfTwo:
 
     rank = 0
     hosts = Hosts.apart(2)
+    at_once = False
 
     def lends(self, *_: Any) -> bool:
         return False
@@ -32,21 +34,30 @@ class FirstOfTwo:
         return False
 
     def sends_one_by_one(self, *_: Any) -> bool:
-        return True
+        return not self.at_once
 
 
-def planned(params: Sequence[torch.Tensor], bucket_bytes: int, fused: bool = False) -> Plan:
+def planned(
+    params: Sequence[torch.Tensor],
+    bucket_bytes: int,
+    fused: bool = False,
+    kind: Kind = Kind.ELEMENTWISE,
+) -> Plan:
     specs = [
-        ParamSpec(i, p.numel(), "torch.float32", 4, "cpu", Kind.ELEMENTWISE, fused=fused)
+        ParamSpec(i, p.numel(), "torch.float32", 4, "cpu", kind, fused=fused)
         for i, p in enumerate(params)
     ]
     return make_plan(specs, 2, bucket_bytes / 2**20)
 
 
 def lanes_of(
-    plan: Plan, params: Sequence[torch.Tensor], wire: torch.dtype | None = None
+    plan: Plan,
+    params: Sequence[torch.Tensor],
+    wire: torch.dtype | None = None,
+    at_once: bool = False,
 ) -> list[Lane]:
     transport = cast("Any", FirstOfTwo())
+    transport.at_once = at_once
     lanes = [Lane.of(plan, b, params, transport, wire, None) for b in range(len(plan.buckets))]
     staging = LaneStaging.of_depth(len(lanes))
     for lane in lanes:
@@ -97,6 +108,71 @@ def test_every_gradient_comes_to_its_place(
     for lane in lanes_of(plan, params, wire):
         lane.fill(gradients, share)
         require_filled(lane, plan, gradients, share)
+
+
+@given(st.lists(shapes, min_size=1, max_size=12), st.data())
+@settings(deadline=None, max_examples=60)
+def test_parts_that_are_exchanged_at_once_lie_side_by_side(
+    sizes: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    """Also whole tensors, with parameters without elements between them: nothing is copied."""
+    params = [torch.randn(shape) for shape in sizes]
+    kind = data.draw(st.sampled_from([Kind.ELEMENTWISE, Kind.WHOLE]))
+    plan = planned(params, data.draw(st.sampled_from([64, 1 << 20])), kind=kind)
+    gradients = {i: torch.randn_like(p) for i, p in enumerate(params) if data.draw(st.booleans())}
+    for lane in lanes_of(plan, params, at_once=True):
+        lane.fill(gradients, 0.5)
+        outgoing, of_owner = lane.parts_in_order()
+        assert not outgoing.numel() or outgoing.data_ptr() == lane.outgoing.data_ptr()
+        parts = outgoing.split(of_owner)
+        for owner, part in enumerate(parts):
+            assert part.data_ptr() == lane.part_for(owner, lane.outgoing).data_ptr()
+            start, stop = plan.range_of(lane.bucket, owner)
+            assert part.numel() == stop - start
+            for piece in plan.pieces_in(lane.bucket, owner):
+                found = part[piece.offset - start :][: piece.numel]
+                grad = gradients.get(piece.param, torch.zeros_like(params[piece.param]))
+                assert torch.equal(found, grad.flatten()[piece.start : piece.stop] * 0.5)
+
+
+def test_what_is_held_is_added_to_the_finished_sum_in_runs() -> None:
+    """The contributions are added in the order of the ranks; then the sum to what the slot holds.
+    With three of them, in runs of 2^17 elements: the last one is shorter here."""
+    numel = 2 * (1 << 17) + 12_345
+    torch.manual_seed(0)
+    params = [torch.zeros(2 * numel)]
+    (lane,) = lanes_of(planned(params, 1 << 30), params)
+    first, second, third, held = torch.randn(4, numel).unbind()
+    total = (first + second) + third
+    assert not torch.equal(total, (second + third) + first)
+    lane.add([first, second, third])
+    assert lane.holds
+    assert torch.equal(lane.slot, total)
+    lane.slot.copy_(held)
+    lane.add([first, second, third])
+    assert torch.equal(lane.slot, held + total)
+    assert not torch.equal(lane.slot, ((held + first) + second) + third)
+    for contributions, expected in [([first], first), ([first, second], first + second)]:
+        lane.slot.copy_(held)
+        lane.add(contributions)
+        assert torch.equal(lane.slot, held + expected)
+
+
+def test_runs_that_are_added_up_at_a_time_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 2 * (1 << 17) + 12_345
+    params = [torch.zeros(2 * numel)]
+    (lane,) = lanes_of(planned(params, 1 << 30), params)
+    add, lengths = getattr(*ADD_RUN), []
+
+    def watched(slot: torch.Tensor, *args: Any) -> None:
+        lengths.append(slot.numel())
+        add(slot, *args)
+
+    monkeypatch.setattr(*ADD_RUN, watched)
+    for count, expected in [(2, [numel]), (3, [1 << 17, 1 << 17, 12_345])]:
+        lane.add([torch.ones(numel)] * count)
+        assert lengths == expected
+        lengths.clear()
 
 
 def test_narrow_gradients_are_widened_before_they_are_scaled() -> None:
