@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inside import ADD_RUN
 
+import onecopy.lanes
 from onecopy.buffers import flat_range
 from onecopy.hosts import Hosts
 from onecopy.kinds import Kind
@@ -110,16 +112,20 @@ def test_every_gradient_comes_to_its_place(
         require_filled(lane, plan, gradients, share)
 
 
-@given(st.lists(shapes, min_size=1, max_size=12), st.data())
+@given(
+    st.lists(shapes, min_size=1, max_size=12),
+    st.sampled_from([Kind.ELEMENTWISE, Kind.WHOLE]),
+    st.sampled_from([64, 1 << 20]),
+)
+@example([(3,), (0,), (5, 2), (1,), (0, 4), (2,)], Kind.WHOLE, 1 << 20)
 @settings(deadline=None, max_examples=60)
 def test_parts_that_are_exchanged_at_once_lie_side_by_side(
-    sizes: list[tuple[int, ...]], data: st.DataObject
+    sizes: list[tuple[int, ...]], kind: Kind, bucket_bytes: int
 ) -> None:
     """Also whole tensors, with parameters without elements between them: nothing is copied."""
     params = [torch.randn(shape) for shape in sizes]
-    kind = data.draw(st.sampled_from([Kind.ELEMENTWISE, Kind.WHOLE]))
-    plan = planned(params, data.draw(st.sampled_from([64, 1 << 20])), kind=kind)
-    gradients = {i: torch.randn_like(p) for i, p in enumerate(params) if data.draw(st.booleans())}
+    plan = planned(params, bucket_bytes, kind=kind)
+    gradients = {i: torch.randn_like(p) for i, p in enumerate(params) if i % 3}
     for lane in lanes_of(plan, params, at_once=True):
         lane.fill(gradients, 0.5)
         outgoing, of_owner = lane.parts_in_order()
@@ -207,3 +213,7 @@ def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> No
     with pytest.raises(RuntimeError, match="invalid for input of size 9"):
         lane.fill({0: torch.zeros(6), 1: torch.zeros(3)}, 0.5)
     assert lane.outgoing.numel() == 8
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(onecopy.lanes).failed == 0
