@@ -26,6 +26,7 @@ class Ways:
 
     native: bool  # collectives of the backend, instead of messages between CPUs as on gloo
     one_host: bool = False  # gloo: ranks read in one another's memory
+    on_cpu: bool = True  # gloo sends messages only from there: all else it exchanges at once
     in_place: bool = False  # parameters_as_bucket_view
     lazily: bool = False  # all gathers may be under way together
     # Whether the gathers of a stream lend the memory that its gradients have left.
@@ -83,10 +84,13 @@ def _packed_elements(plan: Plan, bucket: int, ways: Ways) -> int:
         if ways.one_host and worth_lending((stop - start) * itemsize):
             continue
         pieces = [piece for piece in plan.pieces_in(bucket, rank) if piece.numel]
+        small = []
         for piece in pieces:
             large = len(pieces) == 1 or piece.numel * itemsize >= WORTH_ITS_OWN_MESSAGE
             if not (large and ways.is_dense(piece.param)):
-                packed += piece.numel
+                small.append(piece)
+        if not (len(small) == 1 and ways.is_dense(small[0].param)):  # alone it needs no packing
+            packed += sum(piece.numel for piece in small)
     return packed
 
 
@@ -150,8 +154,8 @@ def _received(
     """Bytes that come in for a slot of so many elements. ``is_summed_on_the_way``: a backend that
     can sum may do so."""
     parts = plan.world_size - 1
-    if ways.native and parts:
-        is_one_sum = is_summed_on_the_way and plan.has_equal_slots(bucket)
+    if parts and (ways.native or not ways.on_cpu):
+        is_one_sum = ways.native and is_summed_on_the_way and plan.has_equal_slots(bucket)
         parts = 1 if is_one_sum else plan.world_size  # all_to_all copies this rank's own part, too
 
     def received(numel: int) -> int:

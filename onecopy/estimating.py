@@ -218,7 +218,8 @@ class Estimate:
     def _ways(self) -> Ways:
         return Ways(
             native=self.setting.is_native,
-            one_host=not self.setting.is_native,
+            one_host=not self.setting.is_native and self.subject.on_cpu,
+            on_cpu=self.subject.on_cpu,
             in_place=self.setting.parameters_as_bucket_view,
             lazily=self.setting.lazy_gather,
             lends_anew=self._lends_anew,
@@ -316,7 +317,8 @@ def estimate(
         attached: ``optimizer.attach(module)`` is used; ``under_ddp``: on a DDP module.
         dtype: train floating-point parameters in this dtype instead of their own.
         backend: ``"nccl"`` or ``"gloo"``: how buckets travel, and what staging that takes. With
-            gloo the ranks are taken to be on one host; if ``ONECOPY_COMM=c10d`` is set here, they
+            gloo the ranks are taken to be on one host, and parameters on the meta device or mere
+            shapes to be on the CPU; if ``ONECOPY_COMM=c10d`` is set here, they
             use gloo's collectives.
         no_sync: attached, gradients are accumulated inside ``no_sync()``: count them too.
         **defaults: options of ``optimizer_class``.

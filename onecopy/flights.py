@@ -65,6 +65,7 @@ class Flights:
         self._transport = transport
         self._tags_from = _TAGS_EACH * (1 + transport.company.attachments % _ATTACHMENTS)
         self._under_way: deque[Flight] = deque()
+        self.left = 0  # buckets, since construction
         self._carrier: Waiter | None = None  # as long as there is nothing to carry
 
     def __bool__(self) -> bool:
@@ -82,6 +83,7 @@ class Flights:
             lane.fill(gradients, share)
             with self._transport.company.or_give_up("sending gradients"):
                 self._under_way.append(self._send(lane))
+                self.left += 1
 
     def _send(self, lane: Lane) -> Flight:
         transport, passage = self._transport, lane.passage

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -109,7 +111,9 @@ class Lane:
     bucket: int
     numel: int
     params: frozenset[int]  # that have a part in it
-    ranges: tuple[tuple[int, int], ...]  # what each rank owns in it
+    ranges: tuple[tuple[int, int], ...]  # of the staging: what each rank owns
+    first: int  # the place of what this rank owns in the bucket, which is that in the staging ...
+    shifts: tuple[tuple[int, int], ...]  # ... minus the shift: (from which place on, shift)
     wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
     slot: torch.Tensor  # the sum over the ranks, of what this one owns
     has_equal_slots: bool  # and the backend sums them itself
@@ -135,8 +139,10 @@ class Lane:
     ) -> Lane:
         indices = [segment.param for segment in plan.segments(bucket)]
         param = params[indices[0]]
-        ranges = tuple(plan.range_of(bucket, owner) for owner in range(plan.world_size))
-        start, stop = ranges[transport.rank]
+        planned = [plan.range_of(bucket, owner) for owner in range(plan.world_size)]
+        start, stop = planned[transport.rank]
+        at_once = not transport.sends_one_by_one(param.device)
+        ranges = _without_gaps(planned) if at_once else planned
         sent_in = reduce_dtype if param.is_floating_point() else None  # complex stay so
         summed_in = gradient_held_in(param, master_dtype)
         wire = torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device)
@@ -147,7 +153,13 @@ class Lane:
             bucket,
             plan.buckets[bucket].numel,
             frozenset(indices),
-            ranges,
+            tuple(ranges),
+            first=start,
+            shifts=tuple(
+                (place[0], place[0] - new[0])
+                for place, new in zip(planned, ranges, strict=True)
+                if place[0] < place[1]
+            ),
             wire=wire,
             slot=torch.zeros(stop - start, dtype=summed_in, device=param.device),
             # A backend sums in the dtype of the wire. If that is narrower than the slot's, this
@@ -155,7 +167,7 @@ class Lane:
             has_equal_slots=plan.has_equal_slots(bucket)
             and transport.is_native(param.device)
             and wire.itemsize >= summed_in.itemsize,
-            at_once=not transport.sends_one_by_one(param.device),
+            at_once=at_once,
             passage=Passage.of(transport.rank, transport.hosts, lent, sent),
         )
 
@@ -210,7 +222,15 @@ class Lane:
         """Take staging, for which demands were made before."""
         self.outgoing, self.incoming, self.incoming_sums, self.relayed = self.reserve(staging)
         self.memory = staging.outgoing.lender(self.bucket, self.wire)
-        self.places = tuple(_places(plan.segments(self.bucket), params, self.outgoing))
+        segments = map(self._in_staging, plan.segments(self.bucket))
+        self.places = tuple(_places(segments, params, self.outgoing))
+
+    def _in_staging(self, segment: Segment) -> Segment:
+        """The segment at its place in the staging."""
+        at = bisect.bisect_right(self.shifts, segment.offset, key=itemgetter(0)) - 1
+        shift = self.shifts[max(at, 0)][1] if self.shifts else 0
+        # A parameter without elements may lie before the first part.
+        return replace(segment, offset=max(segment.offset - shift, 0)) if shift else segment
 
     def leaves_through_memory_of(self, other: Lane) -> bool:
         return _are_in_one_place(self.outgoing, other.outgoing)
@@ -241,11 +261,11 @@ class Lane:
                 used += each
         return found
 
-    def view(self, piece: Piece, rank: int, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
+    def view(self, piece: Piece, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
         """The gradient of a piece of this rank, in the form of the inner optimizer's tensor."""
         if not piece.numel:
             return torch.zeros(param.shape, dtype=self.slot.dtype, device=param.device)
-        flat = self.slot.narrow(0, piece.offset - self.ranges[rank][0], piece.numel)
+        flat = self.slot.narrow(0, piece.offset - self.first, piece.numel)
         return flat if is_cut else _in_form_of(param, flat)
 
     def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
@@ -254,14 +274,10 @@ class Lane:
             place.fill(gradients, share)
 
     def parts_in_order(self) -> tuple[torch.Tensor, list[int]]:
-        """The outgoing parts in the order of their owners as one run, and how long each is."""
-        ranges = [(start, stop) for start, stop in self.ranges if stop > start]
+        """The outgoing parts in the order of their owners as one run, and how long each is. For an
+        exchange at once."""
         sizes = [stop - start for start, stop in self.ranges]
-        if all(a[1] == b[0] for a, b in pairwise(ranges)):
-            start = ranges[0][0] if ranges else 0
-            return self.outgoing[start : start + sum(sizes)], sizes
-        # Parameters without elements take a place between the parts.
-        return torch.cat([self.outgoing[start:stop] for start, stop in ranges]), sizes
+        return self.outgoing[: sum(sizes)], sizes
 
     def part_for(self, owner: int, bucket: torch.Tensor) -> torch.Tensor:
         """What belongs to an owner in anybody's staging of the bucket."""
@@ -328,6 +344,17 @@ def sum_dtype(wire: torch.dtype, slot: torch.dtype) -> torch.dtype:
     if slot.itemsize <= widest:
         return slot
     return torch.float32 if widest == torch.float32.itemsize else wire
+
+
+def _without_gaps(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of the same lengths, each from where the one before ends: between the parts of two
+    ranks, parameters without elements take a place in the plan.
+
+    >>> _without_gaps([(1, 4), (0, 0), (6, 8)])
+    [(0, 3), (3, 3), (3, 5)]
+    """
+    edges = accumulate((stop - start for start, stop in ranges), initial=0)
+    return list(pairwise(edges))
 
 
 def _summed_in(wire: torch.dtype) -> torch.dtype:

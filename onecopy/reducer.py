@@ -11,8 +11,12 @@ one anywhere is compared when backward ends, by one small all-reduce (``verdict.
 when the gradients are wanted; a parameter that had none on any rank has none, as unsharded.
 
 Autograd runs one thread per device, so gradients arrive in several threads. A lock guards what
-has arrived. A thread that completes a bucket claims it before it launches it, and while one thread
-launches, no other does: buckets leave once, in the order of the plan.
+has arrived. A thread claims the next bucket before it launches it, and no other thread launches
+one until that launch is over: buckets leave once, in the order of the plan. During backward a
+thread launches only buckets of the device whose gradient it delivers: the streams of its other
+devices do not wait for the gradients there. The end of backward launches the rest. If one thread
+raises, ``backward()`` returns while others may still run: ``give_up`` first closes the phase, so
+that no thread claims a bucket any more, and waits until no launch is under way.
 
 A gradient that comes after its bucket has left (a weight that is used in two parts of a
 checkpointed model) goes into a second round, which all ranks take if one needs it.
@@ -58,8 +62,9 @@ class _Phase:
     keeps_back: bool = False  # no bucket leaves before backward has ended
     taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
     held: dict[int, torch.Tensor] = field(default_factory=dict)
-    next: int = 0  # the first bucket that nobody has claimed
-    is_launching: bool = False  # a thread launches the one before it
+    origin: int = 0  # ``Flights.left`` when the first bucket had not left: see ``_next``
+    launcher: int | None = None  # the thread that launches the next bucket
+    is_closed: bool = False  # no thread may launch a bucket any more: it is given up
 
 
 class Reducer:
@@ -80,6 +85,7 @@ class Reducer:
         self._flights = Flights(transport)
         self._phase: _Phase | None = None
         self._lock = threading.Lock()  # of the phase
+        self._launched = threading.Condition(self._lock)  # a launch is over
         self._verdict: Verdict | None = None
         self._late: dict[int, torch.Tensor] = {}
         self._present: set[int] = set()
@@ -165,7 +171,7 @@ class Reducer:
         """Reduce the buckets from ``first`` on, which are new, from ``param.grad``."""
         self.begin()
         assert self._phase is not None
-        self._phase.next = first
+        self._phase.origin -= first
         self.backwards -= 1  # no backward of the user's
         self.end()
 
@@ -182,7 +188,7 @@ class Reducer:
                     missing[number] -= 1
                 # No bucket waits for it; a DDP that was made when it was trained still delivers it.
                 expected[index] = ()
-        self._phase = _Phase(missing, expected, keeps_back)
+        self._phase = _Phase(missing, expected, keeps_back, origin=self._flights.left)
 
     def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
         """The gradient of a parameter is there: given, or in ``param.grad``.
@@ -206,32 +212,62 @@ class Reducer:
                 if not left:
                     completes = True
         if completes and not phase.keeps_back:
-            self._depart_all(phase, only_complete=True)
+            self._depart_all(phase, self.roadway.params[index].device)
 
-    def _depart_all(self, phase: _Phase, only_complete: bool = False) -> None:
-        """Let the next buckets leave; ``only_complete``: as long as nothing is missing in them.
+    def _next(self, phase: _Phase) -> int:
+        """The first bucket that has not left. Why counted by ``Flights``, in the same step in which
+        a bucket leaves: an interrupt before or after a launch must not change what is next."""
+        return self._flights.left - phase.origin
+
+    def _depart_all(self, phase: _Phase, device: torch.device | None = None) -> None:
+        """Let the next buckets leave; ``device``: as long as they are complete and of this device.
 
         Returns if another thread launches a bucket: that one goes on with the next.
         """
-        while (number := self._claim(phase, only_complete)) is not None:
+        while True:
             try:
+                number = self._claim(phase, device)
+                if number is None:
+                    return
                 self._depart(phase, number)
-            except BaseException:
-                phase.next = number  # it has not left: to be finished by ``give_up``
-                raise
             finally:
-                phase.is_launching = False  # last: then another thread may claim the next
+                self._release(phase)
 
-    def _claim(self, phase: _Phase, only_complete: bool) -> int | None:
+    def _claim(self, phase: _Phase, device: torch.device | None) -> int | None:
         """The next bucket, for this thread to launch, if there is one and nobody else launches."""
         with self._lock:
-            number = phase.next
-            if phase.is_launching or number == len(phase.missing):
+            number = self._next(phase)
+            if phase.is_closed or phase.launcher is not None or number == len(phase.missing):
                 return None
-            if only_complete and phase.missing[number]:
+            if device is not None and (
+                phase.missing[number] or self.roadway.lanes[number].wire.device != device
+            ):
                 return None
-            phase.next, phase.is_launching = number + 1, True
+            phase.launcher = threading.get_ident()
             return number
+
+    def _release(self, phase: _Phase) -> None:
+        """This thread launches nothing now."""
+        with self._launched:
+            if phase.launcher == threading.get_ident():
+                phase.launcher = None
+                self._launched.notify_all()
+
+    def _close(self, phase: _Phase) -> None:
+        """Let no thread launch a bucket any more, and wait until no other one does."""
+        me, company = threading.get_ident(), self._transport.company
+        patience = company.patience()
+        with self._launched:
+            phase.is_closed = True
+            # Its own claim is of a launch that was interrupted.
+            is_over = self._launched.wait_for(lambda: phase.launcher in (None, me), patience)
+        if not is_over:
+            with company.or_give_up("waiting for a thread that sends gradients"):
+                raise RuntimeError(
+                    "the last backward raised, and one of its threads has not finished sending a "
+                    f"bucket of gradients after {patience:g} s, the timeout of the process group. "
+                    "The other ranks wait for this one: start the job again from a checkpoint"
+                )
 
     @torch.no_grad()
     def end(self, present: set[int] | None = None) -> None:
@@ -242,6 +278,8 @@ class Reducer:
         phase = self._phase
         assert phase is not None
         self._depart_all(phase)
+        if self._next(phase) != len(phase.missing):  # autograd has ended its other threads
+            raise RuntimeError(f"at the end of backward, bucket {self._next(phase)} has not left")
         lanes_of = self.roadway.lanes_of
         if present is None:
             self._late = self._leftovers()
@@ -267,11 +305,10 @@ class Reducer:
         """Finish a backward that has raised, with zeros: the other ranks wait for the buckets."""
         phase = self._phase
         assert phase is not None
+        self._close(phase)
         phase.held.clear()
-        lanes = self.roadway.lanes
-        while phase.next < len(lanes):
-            self._flights.launch(lanes[phase.next], {}, self.share)
-            phase.next += 1
+        for lane in self.roadway.lanes[self._next(phase) :]:
+            self._flights.launch(lane, {}, self.share)
         self._phase, self._late = None, {}
         self._say((), (), gives_up=True)
         for index in self.roadway.not_reduced():

@@ -135,6 +135,6 @@ def _views_in(
     lane: Lane, plan: Plan, params: Sequence[torch.Tensor], rank: int
 ) -> list[tuple[int, torch.Tensor]]:
     return [
-        (p.param, lane.view(p, rank, params[p.param], p.param in plan.cut_params))
+        (p.param, lane.view(p, params[p.param], p.param in plan.cut_params))
         for p in plan.pieces_in(lane.bucket, rank)
     ]

@@ -59,6 +59,7 @@ class Subject:
     makers: tuple[Maker, ...]  # by group
     params: tuple[Described, ...]  # by number in the plan
     master_dtype: torch.dtype | None
+    on_cpu: bool = True  # or on the meta device, or mere shapes: not on an accelerator
 
     @classmethod
     def of(
@@ -77,6 +78,7 @@ class Subject:
         defaults = dict(defaults or {})
         shadows: dict[torch.Tensor, torch.Tensor] = {}
         groups = [_without_memory(g, dtype, shadows) for g in _groups_of(model, dtype)]
+        on_cpu = all(param.device.type in ("cpu", "meta") for param in shadows)
         roster, makers = Roster(), []
         names: list[str] = []
         for group in groups:
@@ -91,7 +93,7 @@ class Subject:
             Described(name, tuple(e.param.shape), e.param.dtype, e.group)
             for name, e in zip(names, roster.entries, strict=True)
         )
-        return cls(roster, tuple(makers), params, master_dtype)
+        return cls(roster, tuple(makers), params, master_dtype, on_cpu)
 
     def plan(self, world_size: int, bucket_mb: float | None = None) -> Plan:
         """The plan that the optimizer would make for so many ranks."""

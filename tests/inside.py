@@ -23,6 +23,7 @@ from onecopy import (
     exchange,
     groups,
     kinds,
+    lanes,
     loading,
     local,
     neighbours,
@@ -30,6 +31,7 @@ from onecopy import (
     parcels,
     recorded,
     saving,
+    shards,
     torch_private,
     transport,
 )
@@ -129,6 +131,12 @@ def begin_backward(optimizer: ZeroRedundancyOptimizer) -> None:
 def phase_of(optimizer: ZeroRedundancyOptimizer) -> Any:
     """Which buckets of the present backward were launched, and what they wait for."""
     return reducer_of(optimizer)._phase
+
+
+def next_bucket(optimizer: ZeroRedundancyOptimizer) -> int:
+    """The first bucket that the present backward has not launched."""
+    reducer = reducer_of(optimizer)
+    return reducer._next(reducer._phase)
 
 
 def deliver(optimizer: ZeroRedundancyOptimizer, index: int, param: torch.Tensor) -> None:
@@ -272,9 +280,11 @@ without_split = torch_private._without_split
 
 AFTER_GATHER = (Gatherer, "_arrive")
 ADD_CONTRIBUTIONS = (Lane, "add")  # to the reduced gradient of a bucket
+ADD_RUN = (lanes, "_add")  # the same for a run of its elements
 ALL_GATHER_SINGLE = (transport, "_all_gather_single")
 BACKENDS = (transport, "backends")
 BEFORE_LAZY_FORWARD = (LazyWaits, "_before")
+CLAIM_BUCKET = (Reducer, "_claim")  # for the thread that will launch it
 CAN_READ = (neighbours, "_can_read")
 EXCHANGE_ANSWER_SECONDS = (exchange, "_ANSWER_SECONDS")
 EXCHANGE_BEAT_SECONDS = (exchange, "_BEAT_SECONDS")
@@ -292,6 +302,7 @@ READ_METADATA = (loading, "read_metadata")
 REDUCE_SCATTER_SINGLE = (transport, "_reduce_scatter_single")
 RELEASE = (optimizer_module, "__version__")
 SAVING_READS_METADATA = (saving, "read_metadata")
+SEARCH_FOR_MODULES = (shards, "HomeWatch")
 SEND_GRADIENTS = (Flights, "_send")
 SHARED_MEMORY = (transport, "SharedMemory")
 STEP_WITHOUT_HOOKS = (local, "step_without_hooks")  # of an inner optimizer

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from attached import EVERY_FEED
-from harness import World, distributed
+from harness import World, distributed, is_native
 from inside import plan_of
 from models import Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
@@ -59,9 +59,16 @@ def unfrozen_by_a_group(world: World, feed: str) -> dict[str, torch.Tensor]:
     return job.trained()
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(
+    world: World, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    # The order in which gloo's reduce_scatter sums depends on where a number is in its bucket.
+    close = {"rtol": 1e-5, "atol": 1e-6} if is_native() and world.size > 2 else None
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        if close is None:
+            assert torch.equal(found[name], value), name
+        else:
+            torch.testing.assert_close(found[name], value, **close)
 
 
 @distributed(1, 2, 3)
@@ -70,7 +77,7 @@ def test_unfrozen_before_attach(world: World, feed: str) -> None:
     job = HalfFrozen(world, feed)
     job.model.first.requires_grad_(True)
     job.attach()
-    assert_equal(job.trained(), unfrozen_by_a_group(world, feed))
+    assert_equal(world, job.trained(), unfrozen_by_a_group(world, feed))
 
 
 @distributed(1, 2, 3)
@@ -151,6 +158,7 @@ def test_one_is_frozen_and_another_unfrozen_under_the_same_ddp(
     step()
 
 
+@pytest.mark.of_messages  # which take memory to lend
 @distributed(2, 3, timeout=40, pg_timeout=8)
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_memory_that_cannot_be_had_for_what_was_unfrozen(world: World, call: int) -> None:

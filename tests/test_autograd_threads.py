@@ -17,6 +17,8 @@ from inside import (
     begin_backward,
     deliver,
     end_backward,
+    lanes_of,
+    next_bucket,
     params_of,
     phase_of,
     plan_of,
@@ -103,8 +105,8 @@ def test_a_bucket_that_could_not_be_launched_is_the_next_one_again(world: World)
         patch.setattr(Flights, "launch", fail)
         with pytest.raises(MemoryError):
             reducer.arrived(PARAMS - 2)
-    assert phase_of(optimizer).next == 1
-    assert not phase_of(optimizer).is_launching
+    assert next_bucket(optimizer) == 1
+    assert phase_of(optimizer).launcher is None
     optimizer.zero_grad()
     begin_backward(optimizer)
     gradients(world, params)
@@ -136,6 +138,96 @@ def test_a_backward_begins_once(world: World) -> None:
     assert begun == [threading.main_thread()]
     assert reducer_of(optimizer).backwards == 1
     end_backward(optimizer)
+    assert_averaged(world, optimizer)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("at", [0, 3])
+def test_giving_up_waits_for_the_thread_that_launches(world: World, at: int) -> None:
+    """backward() has raised in this thread while another one launches a bucket."""
+    params, optimizer = attached()
+    reducer = reducer_of(optimizer)
+    launched: list[tuple[int, str]] = []
+    threads: list[threading.Thread] = []
+    is_inside, goes_on = threading.Event(), threading.Event()
+    launch = Flights.launch
+
+    def slow(flights: Flights, lane: Any, *args: Any) -> None:
+        launched.append((lane.bucket, "begins"))
+        threads.append(threading.current_thread())
+        if lane.bucket == at:
+            is_inside.set()
+            goes_on.wait(0.5)  # it comes late: nobody sets it
+        launch(flights, lane, *args)
+        launched.append((lane.bucket, "ends"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flights, "launch", slow)
+        begin_backward(optimizer)
+        gradients(world, params)
+        other = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS)] and None, 0)
+        reducer.arrived(PARAMS - 1)
+        assert is_inside.wait(20)
+        optimizer.zero_grad()
+    other.join(20)
+    assert not other.is_alive()
+    assert launched == [(b, what) for b in range(PARAMS) for what in ("begins", "ends")]
+    assert set(threads[at + 1 :]) == {threading.current_thread()}  # the other one claims no more
+    begin_backward(optimizer)
+    gradients(world, params)
+    for index in reversed(range(PARAMS)):
+        reducer.arrived(index)
+    reducer.end()
+    assert_averaged(world, optimizer)
+
+
+@distributed(1, pg_timeout=1, fresh=True)
+def test_giving_up_does_not_wait_for_ever(world: World) -> None:
+    params, optimizer = attached()
+    reducer, is_inside, goes_on = reducer_of(optimizer), threading.Event(), threading.Event()
+
+    def stuck(*_: Any) -> None:
+        is_inside.set()
+        goes_on.wait(20)
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flights, "launch", stuck)
+        begin_backward(optimizer)
+        gradients(world, params)
+        other = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS)] and None, 0)
+        assert is_inside.wait(20)
+        with pytest.raises(RuntimeError, match="has not finished sending a bucket"):
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="waiting for a thread that sends gradients"):
+            optimizer.step()
+        patch.setattr(threading, "excepthook", lambda _: None)
+        goes_on.set()
+        other.join(20)
+
+
+@distributed(2)
+def test_a_thread_launches_buckets_of_its_own_device_only(world: World) -> None:
+    """Buckets 1 and 2 pretend to be on another device. Its own thread launches them, or the end of
+    backward, for which autograd lets the streams of all devices wait."""
+    params, optimizer = attached()
+    reducer, lanes = reducer_of(optimizer), lanes_of(optimizer)
+    begin_backward(optimizer)
+    gradients(world, params)
+    wires = [lane.wire for lane in lanes]
+    for lane in lanes[1:3]:
+        lane.wire = lane.wire.to("meta")
+    for bucket in (1, 0):
+        reducer.arrived(PARAMS - 1 - bucket)
+    assert next_bucket(optimizer) == 1
+    lanes[1].wire = wires[1]
+    reducer.arrived(PARAMS - 1 - 3)
+    assert next_bucket(optimizer) == 2
+    for bucket in (2, 4, 5, 6, 7):
+        reducer.arrived(PARAMS - 1 - bucket)
+    assert next_bucket(optimizer) == 2
+    lanes[2].wire = wires[2]
+    reducer.end()
     assert_averaged(world, optimizer)
 
 

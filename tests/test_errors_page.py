@@ -43,6 +43,7 @@ NOT_FOR_USERS = (
     "rank … has lent memory that it does not have",  # an attack
     "the buckets do not cover their streams",  # plans check themselves
     "… does not continue its stream",  # the same
+    "at the end of backward, bucket … has not left",  # no other thread is in backward then
 )
 
 

@@ -13,6 +13,7 @@ from harness import World, distributed
 from inside import plan_of, traffic_of
 from models import SMALL_BUCKETS, ConvNet, Mlp, TiedNet
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW
 
@@ -313,3 +314,16 @@ def test_time_by_the_alpha_beta_model() -> None:
         found.wire.seconds(0)
     alone = estimate([(1000, 1000)], SGD, 1, lr=0.1)
     assert alone.wire.seconds(1e6, 1) == alone.wire.numbytes == 0
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_gloo_shares_no_memory_of_accelerators(attached: bool) -> None:
+    """It exchanges their gradients at once, which takes room for the parts of all ranks."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode():
+            param = nn.Parameter(torch.empty(1 << 11, 1 << 11, device=device))
+        found[device] = estimate([param], SGD, 4, attached=attached, backend="gloo", bucket_mb=4)
+    buckets, slot = 3, 1 << 20  # in flight, of 4 MiB each
+    assert found["cuda"].fullest.staging == (buckets * (4 * slot + 4 * slot) if attached else 0)
+    assert found["cpu"].fullest.staging == 4 * (4 * slot if attached else slot)

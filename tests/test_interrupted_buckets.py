@@ -14,26 +14,29 @@ import pytest
 import torch
 from faults import Job, meet
 from harness import World, distributed
-from inside import AFTER_GATHER, SEND_GRADIENTS, params_of
+from inside import AFTER_GATHER, CLAIM_BUCKET, SEND_GRADIENTS, params_of
 from models import assert_same_on_all_ranks, assert_same_parameters
 from states import consolidated_everywhere
 
 from onecopy import keeping
 from onecopy.buffers import Copies
-from onecopy.flights import Flight
+from onecopy.flights import Flight, Flights
 from onecopy.lanes import Lane
 
+LAUNCH = (Flights, "launch")
 ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 
 
 @contextlib.contextmanager
-def raising_once(owner: Any, name: str, error: type[BaseException], when: str) -> Iterator[None]:
-    """The first call of a function raises, before it does anything or afterwards."""
+def raising_once(
+    owner: Any, name: str, error: type[BaseException], when: str, at: int = 1
+) -> Iterator[None]:
+    """The `at`-th call of a function raises, before it does anything or afterwards."""
     real, calls = getattr(owner, name), [0]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] > 1:
+        if calls[0] != at:
             return real(*args, **kwargs)
         if when == "after":
             real(*args, **kwargs)
@@ -105,6 +108,34 @@ def test_a_bucket_that_was_sent_in_part_is_not_sent_again(world: World, when: st
         with pytest.raises(RuntimeError, match=r"a collective failed|of no use any more"):
             job.train(2, 3)
     meet(world, "both know")
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize(
+    ("place", "when"),
+    [(CLAIM_BUCKET, "before"), (CLAIM_BUCKET, "after"), (LAUNCH, "before"), (LAUNCH, "after")],
+)
+def test_a_bucket_that_is_interrupted_before_or_after_it_is_sent_is_sent_once(
+    world: World, place: tuple[Any, str], when: str, at: int
+) -> None:
+    """On one rank: the others wait for every bucket, in the order of the plan."""
+    job, undisturbed = Job(world, "module"), Job(world, "module")
+    job.train(1)
+    undisturbed.train(1)
+    if world.rank == world.size - 1:
+        with raising_once(*place, KeyboardInterrupt, when, at), pytest.raises(KeyboardInterrupt):
+            job.compute(2)
+        # A second one, while it is given up.
+        with raising_once(*LAUNCH, KeyboardInterrupt, when), contextlib.suppress(KeyboardInterrupt):
+            job.optimizer.zero_grad()
+    else:
+        job.compute(2)
+    job.optimizer.zero_grad()
+    for each in (job, undisturbed):
+        each.train(3, 4)
+    assert_same_parameters(job.model, undisturbed.model)
+    assert_same_on_all_ranks(job.model)
 
 
 # ------------------------------------------------------------------ parameters

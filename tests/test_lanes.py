@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from inside import ADD_RUN
 
+import onecopy.lanes
 from onecopy.buffers import flat_range
 from onecopy.hosts import Hosts
 from onecopy.kinds import Kind
@@ -24,6 +27,7 @@ class FirstOfTwo:
 
     rank = 0
     hosts = Hosts.apart(2)
+    at_once = False
 
     def lends(self, *_: Any) -> bool:
         return False
@@ -32,21 +36,30 @@ class FirstOfTwo:
         return False
 
     def sends_one_by_one(self, *_: Any) -> bool:
-        return True
+        return not self.at_once
 
 
-def planned(params: Sequence[torch.Tensor], bucket_bytes: int, fused: bool = False) -> Plan:
+def planned(
+    params: Sequence[torch.Tensor],
+    bucket_bytes: int,
+    fused: bool = False,
+    kind: Kind = Kind.ELEMENTWISE,
+) -> Plan:
     specs = [
-        ParamSpec(i, p.numel(), "torch.float32", 4, "cpu", Kind.ELEMENTWISE, fused=fused)
+        ParamSpec(i, p.numel(), "torch.float32", 4, "cpu", kind, fused=fused)
         for i, p in enumerate(params)
     ]
     return make_plan(specs, 2, bucket_bytes / 2**20)
 
 
 def lanes_of(
-    plan: Plan, params: Sequence[torch.Tensor], wire: torch.dtype | None = None
+    plan: Plan,
+    params: Sequence[torch.Tensor],
+    wire: torch.dtype | None = None,
+    at_once: bool = False,
 ) -> list[Lane]:
     transport = cast("Any", FirstOfTwo())
+    transport.at_once = at_once
     lanes = [Lane.of(plan, b, params, transport, wire, None) for b in range(len(plan.buckets))]
     staging = LaneStaging.of_depth(len(lanes))
     for lane in lanes:
@@ -99,6 +112,75 @@ def test_every_gradient_comes_to_its_place(
         require_filled(lane, plan, gradients, share)
 
 
+@given(
+    st.lists(shapes, min_size=1, max_size=12),
+    st.sampled_from([Kind.ELEMENTWISE, Kind.WHOLE]),
+    st.sampled_from([64, 1 << 20]),
+)
+@example([(3,), (0,), (5, 2), (1,), (0, 4), (2,)], Kind.WHOLE, 1 << 20)
+@settings(deadline=None, max_examples=60)
+def test_parts_that_are_exchanged_at_once_lie_side_by_side(
+    sizes: list[tuple[int, ...]], kind: Kind, bucket_bytes: int
+) -> None:
+    """Also whole tensors, with parameters without elements between them: nothing is copied."""
+    params = [torch.randn(shape) for shape in sizes]
+    plan = planned(params, bucket_bytes, kind=kind)
+    gradients = {i: torch.randn_like(p) for i, p in enumerate(params) if i % 3}
+    for lane in lanes_of(plan, params, at_once=True):
+        lane.fill(gradients, 0.5)
+        outgoing, of_owner = lane.parts_in_order()
+        assert not outgoing.numel() or outgoing.data_ptr() == lane.outgoing.data_ptr()
+        parts = outgoing.split(of_owner)
+        for owner, part in enumerate(parts):
+            assert part.data_ptr() == lane.part_for(owner, lane.outgoing).data_ptr()
+            start, stop = plan.range_of(lane.bucket, owner)
+            assert part.numel() == stop - start
+            for piece in plan.pieces_in(lane.bucket, owner):
+                found = part[piece.offset - start :][: piece.numel]
+                grad = gradients.get(piece.param, torch.zeros_like(params[piece.param]))
+                assert torch.equal(found, grad.flatten()[piece.start : piece.stop] * 0.5)
+
+
+def test_what_is_held_is_added_to_the_finished_sum_in_runs() -> None:
+    """The contributions are added in the order of the ranks; then the sum to what the slot holds.
+    With three of them, in runs of 2^17 elements: the last one is shorter here."""
+    numel = 2 * (1 << 17) + 12_345
+    torch.manual_seed(0)
+    params = [torch.zeros(2 * numel)]
+    (lane,) = lanes_of(planned(params, 1 << 30), params)
+    first, second, third, held = torch.randn(4, numel).unbind()
+    total = (first + second) + third
+    assert not torch.equal(total, (second + third) + first)
+    lane.add([first, second, third])
+    assert lane.holds
+    assert torch.equal(lane.slot, total)
+    lane.slot.copy_(held)
+    lane.add([first, second, third])
+    assert torch.equal(lane.slot, held + total)
+    assert not torch.equal(lane.slot, ((held + first) + second) + third)
+    for contributions, expected in [([first], first), ([first, second], first + second)]:
+        lane.slot.copy_(held)
+        lane.add(contributions)
+        assert torch.equal(lane.slot, held + expected)
+
+
+def test_runs_that_are_added_up_at_a_time_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 2 * (1 << 17) + 12_345
+    params = [torch.zeros(2 * numel)]
+    (lane,) = lanes_of(planned(params, 1 << 30), params)
+    add, lengths = getattr(*ADD_RUN), []
+
+    def watched(slot: torch.Tensor, *args: Any) -> None:
+        lengths.append(slot.numel())
+        add(slot, *args)
+
+    monkeypatch.setattr(*ADD_RUN, watched)
+    for count, expected in [(2, [numel]), (3, [1 << 17, 1 << 17, 12_345])]:
+        lane.add([torch.ones(numel)] * count)
+        assert lengths == expected
+        lengths.clear()
+
+
 def test_narrow_gradients_are_widened_before_they_are_scaled() -> None:
     params = [torch.zeros(5), torch.zeros(3)]
     plan = planned(params, 1 << 20)
@@ -131,3 +213,7 @@ def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> No
     with pytest.raises(RuntimeError, match="invalid for input of size 9"):
         lane.fill({0: torch.zeros(6), 1: torch.zeros(3)}, 0.5)
     assert lane.outgoing.numel() == 8
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(onecopy.lanes).failed == 0

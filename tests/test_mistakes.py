@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
-from inside import is_attached, step_in_backward, transport_of
+from inside import SEARCH_FOR_MODULES, is_attached, step_in_backward, transport_of
 from together import set_timeout
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -186,7 +186,7 @@ def test_what_the_search_for_modules_raises_is_raised_on_all_ranks(world: World)
     optimizer = build(module.parameters())
     before = list(optimizer.param_groups)
     error = IndexError("a module of rank 1")
-    broken = mock.patch("onecopy.shards.HomeWatch", side_effect=error)
+    broken = mock.patch.object(*SEARCH_FOR_MODULES, side_effect=error)
     with broken if world.rank == 1 else contextlib.nullcontext():
         for action in (
             lambda: build(module.parameters()),

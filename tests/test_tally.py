@@ -98,14 +98,15 @@ class PretendedTransport:
         return SharedMemory(numbytes, self.world_size)
 
 
-def tensors_for(history: History) -> list[torch.Tensor]:
+def tensors_for(history: History, way: str) -> list[torch.Tensor]:
     """A tensor for every spec; the numbers between them are frozen parameters."""
-    specs = history.specs
+    specs, device = history.specs, "meta" if way == "accelerator" else "cpu"
     return [
-        torch.zeros(specs[i].numel, dtype=getattr(torch, specs[i].dtype)) if i in specs
+        torch.zeros(specs[i].numel, dtype=getattr(torch, specs[i].dtype), device=device)
+        if i in specs
         else torch.zeros(0)
         for i in range(max(specs, default=-1) + 1)
-    ]  # fmt: skip
+    ]
 
 
 def on_one_device(history: History, most_buckets: int) -> History:
@@ -124,7 +125,8 @@ def _on_cpu(spec: ParamSpec) -> ParamSpec:
 SIZES = st.integers(0, 300) | st.sampled_from([64, 3000, WORTH_ITS_OWN_MESSAGE // 4, 40_000])
 
 
-WAYS = st.sampled_from(["slots", "parts", "memory"])  # all_gather, gloo, gloo on one host
+# all_gather, gloo, gloo on one host, and gloo with tensors that are not on the CPU
+WAYS = st.sampled_from(["slots", "parts", "memory", "accelerator"])
 
 # Thousands of buckets take seconds to prepare. 300 are more than can be in flight.
 buckets_at_most = pytest.mark.parametrize(
@@ -144,8 +146,10 @@ def test_gathers_take_the_staging_that_was_foreseen(
     data: st.DataObject,
 ) -> None:
     history = on_one_device(history, most_buckets)
-    plan, params = history.plan(), tensors_for(history)
-    homes = FlatHomes() if in_place else None
+    plan, params = history.plan(), tensors_for(history, way)
+    on_cpu = way != "accelerator"
+    homes = FlatHomes() if in_place and on_cpu else None
+    in_place = homes is not None
     if homes is not None:
         homes.adopt(plan, params)
     equal_slots, one_host = way == "slots", way == "memory"
@@ -153,7 +157,7 @@ def test_gathers_take_the_staging_that_was_foreseen(
     transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
     gatherer = Gatherer(transport)
     gatherer.prepare(plan, params, homes, lazily)
-    foreseen = GatherStaging(plan, Ways(equal_slots, one_host, in_place, lazily))
+    foreseen = GatherStaging(plan, Ways(equal_slots, one_host, on_cpu, in_place, lazily))
     assert gatherer.staged_bytes == foreseen.on(rank)
 
 
@@ -172,7 +176,7 @@ def test_reductions_take_the_staging_that_was_foreseen(
     data: st.DataObject,
 ) -> None:
     history = on_one_device(history, most_buckets)
-    plan, params = history.plan(), tensors_for(history)
+    plan, params = history.plan(), tensors_for(history, way)
     rank = data.draw(st.integers(0, plan.world_size - 1))
     equal_slots, one_host = way == "slots", way == "memory"
     transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
@@ -184,7 +188,7 @@ def test_reductions_take_the_staging_that_was_foreseen(
 
     foreseen = ReduceStaging(
         plan,
-        Ways(equal_slots, one_host),
+        Ways(equal_slots, one_host, on_cpu=way != "accelerator"),
         lambda stream: wire or grad_dtype(first(stream)),
         lambda stream: gradient_held_in(first(stream), master),
     )
@@ -199,6 +203,15 @@ def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:
     gatherer.prepare(plan, [gaps], None, False)
     ways = Ways(False, is_dense=lambda _: False)
     assert gatherer.staged_bytes == GatherStaging(plan, ways).on(0) == gaps.numel() * 4
+
+
+def test_one_small_tensor_beside_a_large_one_is_not_packed() -> None:
+    params = [torch.zeros(1), torch.zeros(40_000)]
+    plan = make_plan([ParamSpec(i, p.numel(), "float32", 4) for i, p in enumerate(params)], 2)
+    transport: Any = PretendedTransport(0, 2, False)
+    gatherer = Gatherer(transport)
+    gatherer.prepare(plan, params, None, False)
+    assert gatherer.staged_bytes == GatherStaging(plan, Ways(False)).on(0) == 0
 
 
 @pytest.mark.parametrize("world", [1, 3])

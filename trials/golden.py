@@ -70,7 +70,8 @@ class Mode(NamedTuple):
     reduce_dtype: torch.dtype | None = None
     masters: bool = False
     muon: bool = False
-    micro_batches: int = 1  # all but the last of a step inside no_sync()
+    micro_batches: int = 1  # all but the last of a step inside no_sync() ...
+    averages_all: bool = False  # ... or none of them
     max_norm: float | None = None
 
 
@@ -84,6 +85,7 @@ MODES = {
     "masters": Mode(masters=True),
     "Muon + AdamW": Mode(muon=True),
     "no_sync": Mode(micro_batches=3),
+    "averaged twice": Mode(micro_batches=2, averages_all=True),
     "masters no_sync": Mode(masters=True, micro_batches=3),
     "clipping": Mode(max_norm=0.5),
 }
@@ -181,8 +183,8 @@ def train(world: harness.World, mode: Mode) -> Case:
     for step in range(STEPS):
         for number in range(mode.micro_batches):
             x = noise(math.prod(LARGE), seed=(world.rank + 1, step + 1, number + 1))
-            is_last = number == mode.micro_batches - 1
-            with contextlib.nullcontext() if is_last else optimizer.no_sync():
+            is_averaged = mode.averages_all or number == mode.micro_batches - 1
+            with contextlib.nullcontext() if is_averaged else optimizer.no_sync():
                 module(x).backward()
         if mode.max_norm is not None:
             feed(gradients, optimizer.clip_grad_norm_(mode.max_norm))
