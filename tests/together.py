@@ -23,6 +23,7 @@ from harness import World
 from inside import is_attached, private_groups
 from torch.nn import Linear, Module, Parameter, Sequential
 from torch.optim import SGD
+from torch.torch_version import TorchVersion
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
 
@@ -34,6 +35,7 @@ MESSAGE_PATIENCE = 4.0  # the same of messages from one rank to another, also be
 
 # Public since torch 2.14, which warns of the old name.
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+FOLLOWS_SET_TIMEOUT = TorchVersion(torch.__version__) >= "2.7"  # gloo's collectives do
 
 
 class Found(enum.Enum):
@@ -238,7 +240,8 @@ def judge(
         expected: Found = getattr(row, found)
         group = None
         if expected is Found.IN_TIME:
-            patience = MESSAGE_PATIENCE if row.is_about_messages else PATIENCE
+            is_settable = FOLLOWS_SET_TIMEOUT and not row.is_about_messages
+            patience = PATIENCE if is_settable else MESSAGE_PATIENCE
             group = dist.new_group(timeout=timedelta(seconds=patience))
         odd = (number + sum(row.name.encode())) % world.size  # also rank 0, whose view is the base
         rank = Rank(world, odd, number, directory / str(number), group, checks)
