@@ -112,8 +112,9 @@ class Lane:
     numel: int
     params: frozenset[int]  # that have a part in it
     ranges: tuple[tuple[int, int], ...]  # of the staging: what each rank owns
-    first: int  # the place of what this rank owns in the bucket, which is that in the staging ...
-    shifts: tuple[tuple[int, int], ...]  # ... minus the shift: (from which place on, shift)
+    first: int  # where in the bucket begins what this rank owns
+    # Where the staging has no gaps: (place in the bucket, how much lower it is in the staging).
+    shifts: tuple[tuple[int, int], ...]
     wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
     slot: torch.Tensor  # the sum over the ranks, of what this one owns
     has_equal_slots: bool  # and the backend sums them itself

@@ -139,7 +139,17 @@ def test_the_sum_of_a_host_is_rounded_to_the_slot_and_never_wider_than_two_contr
     me = hosts.porter(owner, mine)
     passage = Passage.of(me, hosts, set(range(hosts.world_size)), set())
     empty = torch.empty(0, dtype=wire)
-    lane = Lane(0, 1000, frozenset({0}), ranges, empty, torch.zeros(1, dtype=slot), False, False)
+    lane = Lane(
+        bucket=0,
+        numel=1000,
+        params=frozenset({0}),
+        ranges=ranges,
+        first=ranges[me][0],
+        shifts=(),
+        wire=empty,
+        slot=torch.zeros(1, dtype=slot),
+        has_equal_slots=False,
+    )
     lane.passage, lane.outgoing = passage, staging[mine.index(me)]
     is_wide = lane.sums.dtype != wire
     if len(mine) == 1:  # what is sent on is the contribution itself
