@@ -104,6 +104,8 @@ class Attachment:
         """The gradients were used by a step, the last of so many."""
         self._steps = steps
         self.reducer.clear()
+        if self._lazy is not None:
+            self._lazy.stepped()
 
     def _tell_joined(self, turn: Turn) -> Party | None:
         announce = self._announce()

@@ -318,8 +318,8 @@ def estimate(
         dtype: train floating-point parameters in this dtype instead of their own.
         backend: ``"nccl"`` or ``"gloo"``: how buckets travel, and what staging that takes. With
             gloo the ranks are taken to be on one host, and parameters on the meta device or mere
-            shapes to be on the CPU; if ``ONECOPY_COMM=c10d`` is set here, they
-            use gloo's collectives.
+            shapes to be on the CPU; if ``ONECOPY_COMM=c10d`` is set here, they use gloo's
+            collectives.
         no_sync: attached, gradients are accumulated inside ``no_sync()``: count them too.
         **defaults: options of ``optimizer_class``.
 

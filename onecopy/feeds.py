@@ -363,6 +363,8 @@ class DDPFeed:
         self._abandon = abandon
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
+        # When the optimizer was attached, for errors.
+        self._trained = [param for param in ddp.parameters() if param.requires_grad]
         self._has_unsynced = False  # a forward inside no_sync came after the last backward outside
         self._is_in_join = weakref.WeakMethod(is_in_join)
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
@@ -476,8 +478,8 @@ class DDPFeed:
     def why_local(self) -> Local:
         if self._has_unsynced:
             return Local.NO_SYNC
-        reduced = reduced_parameters(self._of_ddp())
-        if reduced and not any(param.requires_grad for param in reduced):
+        reduced = reduced_parameters(self._of_ddp()) or self._trained
+        if not any(param.requires_grad for param in reduced):
             return Local.NOT_IN_DDP
         return Local.WRITTEN
 

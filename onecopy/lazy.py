@@ -31,7 +31,7 @@ class LazyWaits:
         self._not_fired: dict[torch.nn.Module, None] = {}
         self._knows = False  # which modules' forwards are called
         self._waits = True
-        self._is_in_root = False  # a forward of the root runs, which has waited for its buckets
+        self._root_has_waited = False  # for its buckets, since the last step
         self._root = module
         self._handles: list[Any] = [
             module.register_forward_hook(self._after_all, always_call=True),
@@ -57,13 +57,18 @@ class LazyWaits:
         }
         self._knows = False
         self._fired = set()
+        self._root_has_waited = False
+
+    def stepped(self) -> None:
+        """Gathers are under way again."""
+        self._root_has_waited = False
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         # A wait inside compiled code breaks its graph. So the root waits for modules that are
         # compiled, unless one was called uncompiled before: the root then leaves it to the module.
         if not self._waits or (
             torch.compiler.is_compiling()
-            and self._is_in_root
+            and self._root_has_waited
             and module is not self._root
             and (not self._knows or module in self._not_fired)
         ):
@@ -74,15 +79,15 @@ class LazyWaits:
     # out what a traced hook adds to a set, and before it does not.
     @disable_dynamo
     def _await(self, module: torch.nn.Module) -> None:
-        self._is_in_root = self._is_in_root or module is self._root
         if not self._knows:
             self._fired.add(module)
         trains = self._knows and module.training and torch.is_grad_enabled()
         self._gatherer.wait(self._buckets.get(module) if trains else None)
+        if module is self._root:
+            self._root_has_waited = True
 
     @disable_dynamo
     def _after_all(self, *_: Any) -> None:
-        self._is_in_root = False
         if not self._knows:
             # A module that was not called once may be compiled: it never waits for itself.
             self._not_fired |= dict.fromkeys(self._own.keys() - self._fired)

@@ -260,8 +260,8 @@ def _ranks_behind(seen: Sequence[_Note]) -> list[int]:
 
 
 def _first_difference(seen: Sequence[_Note]) -> str:
-    """Where the ranks first did different things with an optimizer, if they did, and all have not
-    done the same since.
+    """Where the ranks first did different things with an optimizer, unless all of them have done
+    the same thing afterwards.
 
     Why: after that the numbers of notes say nothing. A rank that has written fewer may be right.
     """
@@ -276,7 +276,8 @@ def _first_difference(seen: Sequence[_Note]) -> str:
         difference = ""
         for _, places in sorted(places_at.items()):
             differs_here = _difference_between(places)
-            if not differs_here and len(places) == len(ranks):
+            unjoined = [place for place in places.values() if not place.is_joined]
+            if not differs_here and len(places) == len(ranks) and len(unjoined) > 1:
                 difference = ""
             difference = difference or differs_here
         if difference:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.groups import timeout
@@ -318,6 +319,27 @@ def test_compiled_parts_that_are_called_without_the_root_wait_for_themselves(wor
     optimizer.wait()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@distributed(2)
+def test_a_compiled_part_is_computed_again_in_backward_without_a_graph_break(world: World) -> None:
+    torch.compiler.reset()
+
+    class Checkpointed(Chain):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.compiled[0], inputs, use_reentrant=False).square().sum()
+
+    model = Checkpointed()
+    model.compiled = [torch.compile(model.parts, backend="eager", fullgraph=True)]  # no child
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, bucket_mb=0.0005)
+    optimizer.attach(model, lazy_gather=True)
+    for number in range(3):
+        with Delays(world):
+            model(model.batch((world.rank, number))).backward()
+            optimizer.step()
+    optimizer.wait()
+    assert_same_on_all_ranks(model)
 
 
 class Chain(nn.Module):

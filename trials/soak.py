@@ -45,6 +45,7 @@ from watchdog import FOREVER, verdict
 LEGS = 6  # of a voyage
 FEW_LEGS = 2  # of a voyage of a short soak, so that it meets more cases
 CORES = 2
+SHORT = 10.0  # minutes
 LONG = 20.0  # minutes in which everything has to happen
 
 
@@ -170,7 +171,7 @@ def main() -> int:
     share_cores()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"soak: seed {seed}, {given.minutes:g} minutes, up to {given.ranks} ranks", flush=True)
-    legs_each = given.legs_each or (LEGS if given.minutes >= LONG else FEW_LEGS)
+    legs_each = given.legs_each or (FEW_LEGS if given.minutes < SHORT else LEGS)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="onecopy-soak-") as directory:
         soak = Soak(seed, given.ranks, given.rounds, Path(directory), legs_each)
