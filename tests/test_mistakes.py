@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import World, distributed
 from inside import SEARCH_FOR_MODULES, is_attached, step_in_backward, transport_of
-from together import set_timeout
+from together import FOLLOWS_SET_TIMEOUT, set_timeout
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import Linear, Parameter, Sequential
@@ -466,7 +466,7 @@ def steps_alone(optimizer: Any, module: nn.Module, is_odd: bool) -> None:
     optimizer.step()
 
 
-@distributed(2, 3, fresh=True, pg_timeout=60)
+@distributed(2, 3, fresh=True, pg_timeout=60 if FOLLOWS_SET_TIMEOUT else 8)
 def test_a_step_on_one_rank_alone_is_blamed_on_that_rank(world: World) -> None:
     stepping = 3 - world.size
     module = twins()
