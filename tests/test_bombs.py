@@ -34,6 +34,11 @@ def metadata_places() -> dict[str, Any]:
     value = {"optim.x": torch_metadata.BytesStorageMetadata()}
     info = {index("optim.x"): _StorageInfo("a", 0, 1)}
 
+    def transformed(descriptors: Any) -> Any:
+        found = _StorageInfo("a", 0, 1)
+        found.transform_descriptors = descriptors  # torch 2.6 has no such field
+        return found
+
     def at(offset: Any) -> Any:
         found = index("optim.x")
         object.__setattr__(found, "offset", offset)
@@ -54,8 +59,8 @@ def metadata_places() -> dict[str, Any]:
         "a file": make(value, None, {index("optim.x"): _StorageInfo(HERE, 0, 1)}),
         "an offset": make(value, None, {index("optim.x"): _StorageInfo("a", HERE, 1)}),
         "a length": make(value, None, {index("optim.x"): _StorageInfo("a", 0, HERE)}),
-        "transforms": make(value, None, {index("optim.x"): _StorageInfo("a", 0, 1, HERE)}),
-        "a transform": make(value, None, {index("optim.x"): _StorageInfo("a", 0, 1, (HERE,))}),
+        "transforms": make(value, None, {index("optim.x"): transformed(HERE)}),
+        "a transform": make(value, None, {index("optim.x"): transformed((HERE,))}),
         "a path": make(value, {"optim.x": HERE}, info),
         "a step of a path": make(value, {"optim.x": ("optim", HERE)}, info),
         "offsets of a chunk": tensor(offsets=HERE),
