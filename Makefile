@@ -25,7 +25,7 @@ SITE_PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all chaos soak races golden golden-renew fuzz audit test-integrations test-torch lint types format \
+.PHONY: help demo test test-all test-quick chaos soak races golden golden-renew fuzz audit test-integrations test-torch lint types format \
         bench bench-compare bench-balance bench-plan bench-cuts bench-overhead bench-checking bench-consolidate \
         bench-checkpoint \
         clean
@@ -48,6 +48,9 @@ test-all: lint types ## the same with the slow tests, and short trials with fres
 	$(MAKE) --no-print-directory races RUNS=20 SEED=
 	$(MAKE) --no-print-directory chaos TRIALS=5 MACHINES=0 SEED=
 
+test-quick: $(VENV)/.installed ## tests that need no processes, and one of each thing a job does; under two minutes
+	$(BIN)/pytest -m "not slow and (not processes or smoke)"
+
 soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an unsharded shadow
 	$(BIN)/python trials/soak.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
 	    $(if $(filter command line environment,$(origin RANKS)),--ranks $(RANKS))
@@ -66,13 +69,13 @@ chaos: $(VENV)/.installed ## kill ranks at TRIALS=55 chosen moments, and MACHINE
 	    $(if $(SEED),--seed $(SEED))
 
 fuzz: $(VENV)/.installed ## bad inputs of all kinds, other ones each time (TIMES=20)
-	ONECOPY_FUZZ=$(TIMES) $(BIN)/pytest -m "" tests/test_fuzz_*.py
+	ONECOPY_FUZZ=$(TIMES) $(BIN)/pytest -m "" tests/project/test_fuzz_*.py
 
 audit: $(AUDIT_VENV)/.installed ## known advisories of everything that is pinned; needs the network
 	$(AUDIT_VENV)/bin/python trials/audit.py
 
 test-integrations: $(INTEGRATIONS)/.installed ## the examples for trainers, with the real trainers
-	$(INTEGRATIONS)/bin/python -m pytest tests/test_integrations.py
+	$(INTEGRATIONS)/bin/python -m pytest tests/project/test_integrations.py
 
 lint: $(VENV)/.installed ## ruff: rules and format
 	$(BIN)/ruff check

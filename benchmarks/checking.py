@@ -28,7 +28,7 @@ from workloads import GPT, GPTConfig
 
 from onecopy import ZeroRedundancyOptimizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from inside import corruption_check_of, set_corruption_check
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import zlib
 from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import fuzzing
@@ -13,28 +18,25 @@ import pytest
 # A test with more cases than this, its world sizes counted, is thinned out for the quick run.
 MANY_CASES = 4
 
+TESTS = Path(__file__).parent
+OURS = tuple(str(TESTS.parent / name) for name in ("tests", "trials", "benchmarks", "examples"))
+STARTS_PROCESSES = frozenset(["fork", "multiprocessing", "run_on_ranks", "subprocess"])
 
-# Their bodies run a second time, with ONECOPY_COMM=c10d: through the collectives of the backend,
-# which NCCL would take, instead of messages and shared memory. The backend chooses the order of a
-# sum. Tolerances are those of the run with messages: results are equal bit for bit on one and two
-# ranks; on more, `AttachedTwins` allows 100 eps of the dtype, relative and absolute.
-ALSO_NATIVE = {
-    "test_attached",
-    "test_attached_join",
-    "test_attached_mixtures",
-    "test_attached_reviewed",
-    "test_attached_unfrozen",
-    "test_contract",
-    "test_contract_groups",
-    "test_hosts",
-    "test_parity",
-}
+# Test modules use one another's helpers and import them by bare name. The workers of `harness.py`,
+# which import test modules in the same way, have the search path of the process that starts them.
+FOLDERS = sorted({str(file.parent) for file in TESTS.rglob("test_*.py")})
+sys.path.extend(folder for folder in FOLDERS if folder not in sys.path)
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
+    """Bodies marked `also_c10d` run a second time with ONECOPY_COMM=c10d: through the collectives
+    of the backend, which NCCL would take, instead of messages and shared memory. The backend
+    chooses the order of a sum. Tolerances are those of the run with messages: results are equal
+    bit for bit on one and two ranks; on more, `AttachedTwins` allows 100 eps of the dtype, relative
+    and absolute."""
     of_messages = metafunc.definition.get_closest_marker("of_messages") is not None
-    is_distributed = hasattr(metafunc.function, "body")
-    if metafunc.module.__name__ in ALSO_NATIVE and is_distributed and not of_messages:
+    also_c10d = metafunc.definition.get_closest_marker("also_c10d") is not None
+    if also_c10d and hasattr(metafunc.function, "body") and not of_messages:
         metafunc.parametrize("comm", ["auto", "c10d"], indirect=True)
 
 
@@ -50,8 +52,53 @@ def _is_native(item: Any) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
+    for item in items:
+        if _starts_processes(item):
+            item.add_marker(pytest.mark.processes)
     _thin_out_native(list(filter(_is_native, items)))
     _thin_out_many_cases([item for item in items if not _is_native(item)])
+
+
+def _starts_processes(item: Any) -> bool:
+    """Whether the test, its fixtures or the functions that they call start other processes."""
+    if hasattr(item.function, "body"):
+        return True
+    fixtures = [one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found]
+    known: set[Any] = set()
+    todo = [item.function, *fixtures]
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        function = getattr(getattr(function, "hypothesis", None), "inner_test", function)
+        if isinstance(function, FunctionType) and function not in known:
+            known.add(function)
+            if STARTS_PROCESSES & _names_in(function.__code__):
+                return True
+            todo.extend(_called_by(function))
+    return False
+
+
+@cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+@cache
+def _called_by(function: FunctionType) -> list[FunctionType]:
+    """Functions of tests, trials, benchmarks and examples, and methods of their classes, that it
+    mentions."""
+    names = _names_in(function.__code__)
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    for module in [value for value in found if isinstance(value, ModuleType)]:
+        if str(getattr(module, "__file__", None)).startswith(OURS):
+            found += [vars(module)[name] for name in names if name in vars(module)]
+    for cls in [value for value in found if isinstance(value, type)]:
+        found += vars(cls).values()
+    return [
+        value
+        for value in map(inspect.unwrap, filter(callable, found))
+        if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(OURS)
+    ]
 
 
 def _thin_out_native(items: list[Any]) -> None:

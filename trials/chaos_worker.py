@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from inside import share_memory_from
 

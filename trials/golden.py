@@ -13,7 +13,7 @@ Muon).
 The file names the release of torch, the CPU capability and the number of threads that it was
 written with; results of others are not comparable. On a machine with AVX2 torch uses AVX2, even if
 the machine has more. Workers always use one thread: the number of threads is compared to notice a
-change of tests/harness.py. Variables ONECOPY_... of the environment are removed at the start.
+change of the harness. Variables ONECOPY_... of the environment are removed at the start.
 
 The exit code is 1 if a case differs, and 2 if nothing can be compared.
 """
@@ -33,14 +33,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # before torch and tests/harness.py read them
+if __name__ == "__main__":  # before torch and tests/support/harness.py read them
     for variable in [name for name in os.environ if name.startswith("ONECOPY_")]:
         del os.environ[variable]
     with contextlib.suppress(OSError):
         if " avx2 " in Path("/proc/cpuinfo").read_text():
             os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import harness
 import torch

@@ -1,0 +1,283 @@
+"""Ranks on one host that read one another's memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, distributed, lend_nothing, pretend_hosts
+from inside import CAN_READ, lanes_of, plan_of, share_memory_from, transfers_of, wait_for_readers
+from models import Mlp
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.lending import Address, Borrowed, Inbox, SharedMemory, memory_of
+from onecopy.neighbours import Loan
+from onecopy.transport import Transport
+
+BUCKET_MB = 128 / 2**20
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:onecopy" in line for line in maps)
+
+
+# ------------------------------------------------------------------ letters, without processes
+
+
+def found(inbox: Inbox, letter: tuple[int, int], seconds: float = 0) -> Address | None:
+    return inbox.take_out(letter) if inbox.has(letter, seconds) else None
+
+
+# ------------------------------------------------------------------ who is one
+
+
+@distributed(1, 2, 3, 4)
+def test_ranks_of_one_host_are_neighbours(world: World) -> None:
+    pretend_hosts(world)
+    transport = Transport()
+    assert set(transport.neighbours.pids) == set(range(world.size)) - {world.rank}
+
+
+@distributed(2, 3)
+def test_the_switch_on_one_rank_concerns_that_rank(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setenv("ONECOPY_SHARED_MEMORY", "0")
+        neighbours = set(Transport().neighbours.pids)
+    expected = set() if world.rank == 0 else set(range(1, world.size)) - {world.rank}
+    assert neighbours == expected
+
+
+@distributed(2, 3)
+def test_one_rank_that_cannot_read_the_others_makes_all_send(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(*CAN_READ, lambda *_: False)
+        assert not Transport().neighbours
+
+
+@distributed(2)
+def test_a_switch_without_meaning_is_refused_on_all_ranks(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setenv("ONECOPY_SHARED_MEMORY", "yes")
+        with pytest.raises((ValueError, RuntimeError), match="ONECOPY_SHARED_MEMORY=yes"):
+            ZeroRedundancyOptimizer(Mlp().parameters(), SGD, lr=0.1)
+
+
+# ------------------------------------------------------------------ training
+
+
+def trained(
+    world: World, attached: bool, lazy: bool, views: bool, all_are_lent: bool = True
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, parameters_as_bucket_view=views, bucket_mb=BUCKET_MB, lr=0.1
+    )
+    assert len(plan_of(optimizer).buckets) > 4  # more than there is staging for
+    if attached:
+        optimizer.attach(model, lazy_gather=lazy)
+        if not all_are_lent:
+            lanes = lanes_of(optimizer)
+            assert {len(lane.passage.readers) for lane in lanes} == {0, world.size - 1}
+    for step in range(6):
+        optimizer.zero_grad()
+        model(model.batch((world.rank, step))).backward()
+        if not attached:
+            for param in model.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+        if step % 3 == world.rank % 3:
+            time.sleep(0.01)  # ranks are not level
+        optimizer.step()
+    optimizer.wait()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+MODES = [(False, False), (True, False), (True, True)]
+
+
+@distributed(2, 3, 4)
+@pytest.mark.parametrize("views", [False, True], ids=["own-storage", "bucket-view"])
+@pytest.mark.parametrize("mode", MODES, ids=["drop-in", "attached", "lazy"])
+def test_what_is_read_in_place_is_what_would_have_been_sent(
+    world: World, mode: tuple[bool, bool], views: bool
+) -> None:
+    pretend_hosts(world)
+    share_memory_from(1)
+    lent = trained(world, *mode, views)
+    lend_nothing()
+    sent = trained(world, *mode, views)
+    assert all(map(torch.equal, lent, sent))
+
+
+@distributed(4)
+def test_only_large_parts_are_lent(world: World) -> None:
+    pretend_hosts(world)
+    share_memory_from(4096)
+    params = [nn.Parameter(torch.zeros(4 * 1024)), nn.Parameter(torch.zeros(16))]
+    for numel_lent, given in [(1024, params[:1]), (0, params[1:])]:
+        optimizer = ZeroRedundancyOptimizer(given, SGD, lr=1.0)
+        (transfer,) = transfers_of(optimizer)
+        if numel_lent:
+            assert transfer.lending is not None
+            assert transfer.lending.part.numel() == numel_lent
+            assert not transfer.parts
+        else:
+            assert transfer.lending is None
+            assert not transfer.borrowings
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("all_are_lent", [True, False], ids=["all lent", "remainders sent"])
+def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
+    world: World, all_are_lent: bool, slow: int
+) -> None:
+    """A rank reads late, in every bucket: nobody may overwrite what it has not read, not even
+    with a bucket that is itself too small to be lent."""
+    read = Loan.tensor
+
+    def slowly(self: Any, dtype: torch.dtype) -> torch.Tensor:
+        time.sleep(0.005)
+        return read(self, dtype)
+
+    pretend_hosts(world)
+    lend_nothing()
+    expected = trained(world, True, False, False)
+    share_memory_from(1 if all_are_lent else 128 // world.size)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == slow:
+            patch.setattr(Loan, "tensor", slowly)
+        found = trained(world, True, False, False, all_are_lent)
+    assert all(map(torch.equal, found, expected))
+
+
+@distributed(2, 4)
+def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> None:
+    def once() -> None:
+        trained(world, True, False, False)
+        gc.collect()
+        dist.barrier()
+
+    once()
+    Transport().neighbours.forget()  # all have read by now
+    before = open_files(), mappings()
+    for _ in range(5):
+        once()
+    Transport().neighbours.forget()
+    assert (open_files(), mappings()) == before
+
+
+@distributed(2, 3)
+def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
+    world: World,
+) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(8)
+    loans = []
+    for _ in range(1500):
+        lent, pending = transport.borrow(transport.others, 5)
+        loans.append((lent, pending))
+        transport.lend(memory, dict.fromkeys(transport.others, memory.data), 5)
+    for lent, pending in loans:
+        pending.wait()
+        for loan in lent:
+            loan.give_back()
+    transport.wait_until_read(memory)
+    assert memory.unread() == []
+
+
+def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
+    memory = SharedMemory(100, world_size=2)
+    memory.lend([1])
+    reader = Borrowed(memory_of(os.getpid(), memory.fd), world_size=2)
+    thread = threading.Timer(0.2, reader.give_back, (1, 1))
+    thread.start()
+    start = time.monotonic()
+    wait_for_readers({memory}, {1: os.getpid()})
+    assert 0.1 < time.monotonic() - start < 4
+    memory.lend([1])  # it has mapped the memory, and needs nobody any more
+    start = time.monotonic()
+    wait_for_readers({memory}, {1: os.getpid()})
+    assert time.monotonic() - start < 1
+    thread.join()
+
+
+def test_nobody_lingers_for_a_reader_that_has_ended() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    memory = SharedMemory(100, world_size=2)
+    memory.lend([1])
+    start = time.monotonic()
+    wait_for_readers({memory}, {1: ended.pid})
+    assert time.monotonic() - start < 1
+
+
+@distributed(2, 3)
+def test_memory_is_shared_by_a_step_in_inference_mode(world: World) -> None:
+    share_memory_from(1)
+    model = Mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, bucket_mb=BUCKET_MB)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(model.batch((step,))).backward()
+        with torch.inference_mode(step == 0):
+            optimizer.step()
+    optimizer.assert_replicas_equal()
+
+
+# ------------------------------------------------------------------ neighbours that are lost
+
+
+@distributed(2, 3, fresh=True, pg_timeout=30)
+def test_a_neighbour_that_is_killed_before_it_has_read_is_noticed_at_once(world: World) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(100)
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    transport.lend(memory, {1: memory.data}, 0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="a collective failed"):
+        transport.wait_until_read(memory)
+    assert time.monotonic() - start < 20
+
+
+@distributed(2, fresh=True, pg_timeout=2)
+def test_a_neighbour_that_never_reads_ends_in_the_timeout(world: World) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(100)
+    if world.rank == 0:
+        transport.lend(memory, {1: memory.data}, 0)
+        with pytest.raises(RuntimeError, match="a collective failed"):
+            transport.wait_until_read(memory)
+
+
+@distributed(2, fresh=True)
+def test_waiting_for_readers_can_be_interrupted(world: World) -> None:
+    transport = Transport()
+    memory = transport.memory_to_lend(100)
+    if world.rank == 0:
+        transport.lend(memory, {1: memory.data}, 0)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            transport.wait_until_read(memory)

@@ -1,0 +1,317 @@
+"""State as bytes and back: nothing lost, nothing doubled, nothing pickled."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import inside
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from inside import OWN_PARCEL_BYTES, PARCEL_BYTES, pack, unpack
+
+from onecopy.parcels import (
+    PACKED_BYTES,
+    RANGE_BYTES,
+    Form,
+    NotPlain,
+    Range,
+    decode,
+    encode,
+    parcels,
+    receive_tensors,
+    send_tensors,
+)
+
+BUSY = [HealthCheck.too_slow]  # a busy machine is no fault of a test
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+# ------------------------------------------------------------------ encode and decode
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(10**30, 10**300)
+    | st.floats()
+    | st.text(st.characters(), max_size=5)
+)
+TENSORS = st.builds(torch.full, st.just((2,)), st.integers(0, 9), dtype=st.sampled_from(DTYPES[:4]))
+STATES = st.recursive(
+    PLAIN | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, of equal types all the way down; NaN equals NaN, and -0.0 is not 0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or a.hex() == b.hex()
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    return bool(a == b)
+
+
+@given(STATES)
+@settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
+def test_any_plain_state_comes_back_as_it_was(state: Any) -> None:
+    tensors: list[torch.Tensor] = []
+    travelled = json.loads(json.dumps(encode(state, tensors)))
+    assert same(decode(travelled, tensors), state)
+
+
+def test_tensors_are_taken_out_in_order() -> None:
+    a, b, c = torch.zeros(1), torch.ones(2), torch.ones(())
+    tensors = [a]
+    encoded = encode({"x": [b, 3, (c, b)]}, tensors)
+    assert [t is u for t, u in zip(tensors, [a, b, c, b], strict=True)] == [True] * 4
+    assert "tensor" not in json.dumps(encoded).replace('"tensor"', "")
+    back = decode(encoded, tensors)
+    assert back["x"][0] is b
+    assert back["x"][2][0] is c
+
+
+def test_keys_of_a_dict_keep_their_type_and_their_order() -> None:
+    state = {"b": 1, 2: "two", "2": "other", "a": None, -5: 0}
+    back = decode(json.loads(json.dumps(encode(state, []))), [])
+    assert list(back.items()) == list(state.items())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, b"bytes", 1j, object(), lambda: 0, torch.float32, {"deep": [({3},)]}, range(3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_written_plainly_is_refused_with_its_type(value: Any) -> None:
+    with pytest.raises(NotPlain, match=r"value of type \w+"):
+        encode({"state": value}, [])
+
+
+@pytest.mark.parametrize("key", [1.5, (1, 2), None], ids=str)
+def test_a_dict_with_odd_keys_is_refused(key: Any) -> None:
+    with pytest.raises(NotPlain, match="keys"):
+        encode({"table": {key: 1}}, [])
+    assert issubclass(NotPlain, TypeError)
+
+
+def test_relatives_of_plain_containers_become_plain() -> None:
+    state = {"a": collections.OrderedDict(x=1), "b": torch.Size([2, 3])}
+    assert decode(encode(state, []), []) == {"a": {"x": 1}, "b": (2, 3)}
+
+
+# ------------------------------------------------------------------ forms
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_form_travels_as_json_and_makes_the_same_tensor(dtype: torch.dtype) -> None:
+    for tensor in (
+        torch.empty(2, 3, 4, 5, dtype=dtype),
+        torch.empty(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last),
+        torch.empty(4, 3, dtype=dtype).t(),
+        torch.empty((), dtype=dtype),
+        torch.empty(0, 3, dtype=dtype),
+    ):
+        form = Form.from_json(*json.loads(json.dumps(Form.of(tensor))))
+        assert form == Form.of(tensor)
+        assert hash(form) == hash(Form.of(tensor))
+        assert form.numel == tensor.numel()
+        made = form.empty()
+        assert (made.dtype, made.shape, made.stride()) == (dtype, tensor.shape, tensor.stride())
+
+
+@pytest.mark.parametrize("word", ["tensor", "load", "no_such_dtype"])
+def test_a_word_that_names_no_dtype_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Form(word, (1,), (1,)).empty()
+
+
+# ------------------------------------------------------------------ parcels
+
+
+SIZES = st.lists(
+    st.integers(0, 100)
+    | st.integers(OWN_PARCEL_BYTES - 2, OWN_PARCEL_BYTES + 2)
+    | st.sampled_from([RANGE_BYTES - 1, RANGE_BYTES, RANGE_BYTES + 1, 3 * RANGE_BYTES + 5]),
+    max_size=200,
+)
+
+
+@given(SIZES)
+@settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
+def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: list[int]) -> None:
+    covered: dict[int, list[Range]] = {}
+    for parcel in parcels(sizes):
+        assert parcel
+        assert all(r.nbytes > 0 for r in parcel)
+        total = sum(r.nbytes for r in parcel)
+        if len(parcel) > 1:
+            assert total <= PACKED_BYTES
+            assert all(sizes[r.position] < OWN_PARCEL_BYTES for r in parcel)
+        assert total <= RANGE_BYTES
+        for r in parcel:
+            covered.setdefault(r.position, []).append(r)
+    for position, size in enumerate(sizes):
+        ranges = covered.get(position, [])
+        edges = [edge for r in ranges for edge in (r.start, r.stop)]
+        assert [0, *edges, size][::2] == [0, *edges, size][1::2]  # gapless, in order
+
+
+def test_small_tensors_travel_together() -> None:
+    assert len(list(parcels([4] * 10_000))) == 1
+    assert len(list(parcels([OWN_PARCEL_BYTES - 1] * 65))) == 2
+    assert list(parcels([])) == list(parcels([0, 0])) == []
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), max_size=8),
+    st.integers(0, 2**31),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=BUSY)
+def test_packing_and_unpacking_keeps_every_bit_of_every_dtype(
+    forms: list[tuple[torch.dtype, int]], seed: int
+) -> None:
+    tensors = [random_bits(dtype, numel, seed) for dtype, numel in forms]
+    rooms = [torch.zeros_like(tensor) for tensor in tensors]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for parcel in parcels(sizes):
+        buffer = torch.empty(sum(r.nbytes for r in parcel), dtype=torch.uint8)
+        pack(parcel, tensors, buffer)
+        unpack(parcel, rooms, buffer)
+    assert all(map(same_bits, tensors, rooms))
+
+
+def test_ranges_of_tensors_are_packed_one_after_the_other() -> None:
+    tensors = [torch.arange(4, dtype=torch.int16), torch.arange(10, 20, dtype=torch.uint8)]
+    ranges = [Range(0, 2, 6), Range(1, 7, 9), Range(0, 6, 8)]
+    buffer = torch.full((9,), 99, dtype=torch.uint8)
+    pack(ranges, tensors, buffer)
+    assert buffer.tolist() == [1, 0, 2, 0, 17, 18, 3, 0, 99]
+    rooms = [torch.zeros_like(tensor) for tensor in tensors]
+    unpack(ranges, rooms, buffer)
+    assert rooms[0].tolist() == [0, 1, 2, 3]
+    assert rooms[1].tolist() == [0] * 7 + [17, 18, 0]
+
+
+def random_bits(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(seed)
+    size = torch.empty(0, dtype=dtype).element_size()
+    high = 2 if dtype is torch.bool else 256
+    bits = torch.randint(0, high, (numel * size,), dtype=torch.uint8, generator=source)
+    return bits.view(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+# ------------------------------------------------------------------ on a wire in memory
+
+
+HOME = 99  # the rank that all tensors are sent to
+
+
+@dataclass
+class Post:
+    """A transport that keeps messages by sender and tag, and counts what is under way."""
+
+    rank: int
+    messages: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    control_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sent_from: list[int] = field(default_factory=list)
+
+    def send(self, message: torch.Tensor, to: int, tag: int) -> Arrived:
+        assert to == HOME
+        assert (self.rank, tag) not in self.messages
+        assert message.dtype == torch.uint8
+        # The wire reads the message only when it is waited for: reusing it sooner would show.
+        self.messages[self.rank, tag] = message
+        self.sent_from.append(message.data_ptr())
+        return Arrived(lambda: self.messages.update({(self.rank, tag): message.clone()}))
+
+    def receive(self, room: torch.Tensor, source: int, tag: int) -> Arrived:
+        message = self.messages.pop((source, tag))
+        assert message.shape == room.shape
+        return Arrived(lambda: room.copy_(message))
+
+
+@dataclass
+class Arrived:
+    action: Any
+
+    def wait(self) -> None:
+        self.action()
+        self.action = lambda: None
+
+
+def through_the_post(
+    tensors: dict[int, Sequence[torch.Tensor]],
+) -> tuple[dict[int, list[torch.Tensor]], Post]:
+    post = Post(rank=-1)
+    for rank, of_rank in tensors.items():
+        post.rank = rank
+        send_tensors(post, of_rank, to=HOME)  # type: ignore[arg-type]
+    rooms = {rank: [torch.zeros_like(t) for t in of_rank] for rank, of_rank in tensors.items()}
+    receive_tensors(post, rooms)  # type: ignore[arg-type]
+    assert not post.messages
+    return rooms, post
+
+
+def test_tensors_of_several_ranks_arrive_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small limits give every rank many parcels of both sorts, also in an unequal number.
+    monkeypatch.setattr(*inside.PACKED_BYTES, 64)
+    monkeypatch.setattr(*inside.RANGE_BYTES, 100)
+    monkeypatch.setattr(*PARCEL_BYTES, 48)
+    tensors = {
+        rank: [
+            random_bits(dtype, numel * (rank + 1), seed=rank)
+            for dtype in DTYPES
+            for numel in (1, 0, 5, 37)
+        ]
+        for rank in range(3)
+    }
+    tensors[7] = []
+    rooms, post = through_the_post(tensors)
+    for rank, of_rank in tensors.items():
+        assert all(map(same_bits, of_rank, rooms[rank]))
+    assert any(tensors[0][3].data_ptr() == address for address in post.sent_from)  # no copy
+
+
+def test_no_tensors_are_sent_as_no_message() -> None:
+    rooms, post = through_the_post({0: [], 1: [torch.empty(0)]})
+    assert rooms[0] == []
+    assert post.sent_from == []
+
+
+def test_work_of_ones_own_is_done_once_while_parcels_are_on_their_way() -> None:
+    post = Post(rank=0)
+    sent = [torch.arange(5.0), torch.arange(70_000.0)]
+    send_tensors(post, sent, to=HOME)  # type: ignore[arg-type]
+    rooms = {0: [torch.zeros_like(t) for t in sent]}
+    seen = []
+    receive_tensors(post, rooms, lambda: seen.append(len(post.messages)))  # type: ignore[arg-type]
+    assert seen == [1]  # one of the two parcels has been asked for
+    assert all(map(same_bits, sent, rooms[0]))
