@@ -1,4 +1,5 @@
-"""All ranks raise the same error, and it names the first difference and who holds what."""
+"""All ranks raise the same error, and it names the first difference and who holds what; so do
+reports through the store, which leave nothing behind."""
 
 from __future__ import annotations
 

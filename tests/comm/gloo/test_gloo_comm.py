@@ -1,4 +1,4 @@
-"""Ranks on several hosts: who carries what, and that it arrives."""
+"""Ranks on several hosts train, and memory that they lend is read before it is filled again."""
 
 from __future__ import annotations
 
