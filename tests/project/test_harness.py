@@ -68,6 +68,10 @@ def look_around(world: World) -> tuple[object, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), leftover, groups, torch.rand(3)
 
 
+def comm_asked_for(world: World) -> str | None:
+    return os.environ.get("ONECOPY_COMM")
+
+
 def warns(world: World) -> None:
     warnings.warn("this is old", DeprecationWarning, stacklevel=1)
 
@@ -155,6 +159,17 @@ def test_body_finds_nothing_that_an_earlier_one_left() -> None:
     for old, new in zip(before, run_on_ranks(2, look_around), strict=True):
         assert old[:-1] == new[:-1] == (torch.float32, True, None, 1)
         torch.testing.assert_close(old[-1], new[-1], rtol=0, atol=0)
+
+
+def test_what_a_test_sets_for_its_ranks_does_not_reach_those_of_the_next() -> None:
+    """Although it is the one that has started the server from which all of them are forked."""
+    usual = run_on_ranks(1, comm_asked_for)
+    harness.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONECOPY_COMM", "c10d")
+        assert run_on_ranks(1, comm_asked_for) == ["c10d"]
+    assert run_on_ranks(1, comm_asked_for) == usual
+    assert run_on_ranks(1, comm_asked_for, fresh=True) == usual
 
 
 def test_what_ranks_print_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,9 @@ from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 from inside import set_host, share_memory_from, share_no_memory
 
+# Of every body, before what its own test sets. Why that of now: workers are forked by a server,
+# which has the environment of whichever test was the first to need it.
+ENVIRONMENT = dict(os.environ)
 DEVICE = os.environ.get("ONECOPY_TEST_DEVICE", "cpu")
 BACKEND = {"cpu": "gloo", "cuda": "nccl"}[DEVICE]
 START_TIMEOUT = 120.0  # seconds for a pool to come up on a busy machine
@@ -217,7 +220,7 @@ class Pool:
         for rank, log in enumerate(self.logs):
             log.touch()
             ours, theirs = context.Pipe()
-            args = (rank, size, self.store.port, theirs, str(log))
+            args = (rank, size, self.store.port, theirs, str(log), ENVIRONMENT)
             self.processes.append(context.Process(target=_work, args=args, daemon=True))
             self.processes[-1].start()
             self.pipes.append(ours)
@@ -300,7 +303,9 @@ def _nothing(world: World) -> None:
     """The first job of every pool: returns when all ranks have met."""
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:
+def _work(
+    rank: int, size: int, port: int, pipe: Connection, log: str, environment: dict[str, str]
+) -> None:
     """Main function of a worker: bodies in, answers out, until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     for output in (1, 2):
@@ -315,7 +320,6 @@ def _work(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    environment = dict(os.environ)
     gc.freeze()  # what is here now stays, so that collecting after every body is quick
     for number in itertools.count():
         try:
