@@ -23,10 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from heats import Course, Entry, take_turns
 from hosts import LOOPBACK
+from measure import Course, Entry, Progress, ends_by_exception, take_turns
 from methods import OURS
-from progress import Progress, ends_by_exception
 from results import Samples, Spread, ratios
 from workloads import WORKLOADS
 
