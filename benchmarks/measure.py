@@ -1,9 +1,11 @@
-"""Teams of processes that take turns: one team per method, one process per rank.
+"""Measure training steps of several methods, which alternate on the same machine.
 
-A team is started, builds its model, and then sleeps until it is told to train a few steps. So many
-methods are alive side by side and take turns on the same machine, while each has processes, memory
-and libraries of its own. A team that raises, dies or does not answer in time is out, with its
-error; the others go on.
+Each method has worker processes, one per rank, with memory and libraries of their own. They build
+the model, and then wait for commands to train a few steps. So many methods are alive side by side:
+as many as memory allows form a group, and in each round all of a group train, in an order that is
+drawn anew. DDP and torch's class are in every group, because ratios of times are only meaningful
+within a round. A first round warms up and measures memory. A method that raises, dies or does not
+answer in time is left out, with its error; the others continue.
 
 Processes come from a fork server that has imported torch, so starting them is cheap.
 """
@@ -35,17 +37,17 @@ import torch.distributed as dist
 from costs import resident
 from hosts import LOOPBACK, Wire
 from methods import DDP, METHODS, TORCHS
-from results import Memory, Row, Samples, Table, Turn, row_of
+from results import Measurement, Memory, Row, Samples, Table, row_of
 from workloads import WORKLOADS, Workload
 
-# ======== progress
+# ---------------------------------------------------------------------- progress
 
 _WIDTH = 24
 
 
 @contextlib.contextmanager
 def ends_by_exception() -> Iterator[None]:
-    """Let `kill` and a closed terminal end the program as Ctrl-C does: it cleans up behind it."""
+    """Raise SystemExit on `kill` and when the terminal is closed, so that the program cleans up."""
 
     def stop(*_: object) -> None:
         sys.exit("terminated")
@@ -59,7 +61,7 @@ def ends_by_exception() -> Iterator[None]:
 
 
 class Progress:
-    """A bar on a terminal; a line per job elsewhere, so that logs stay readable.
+    """A progress bar on a terminal; elsewhere one line, so that logs stay readable.
 
     ``tick(text)`` is called before each of ``total`` pieces of work.
     """
@@ -93,34 +95,34 @@ class Progress:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
-# ======== teams
+# ---------------------------------------------------------------------- worker processes
 
-PATIENCE = 180.0  # seconds for an answer
+ANSWER_TIMEOUT = 180.0  # seconds for an answer
 
 
-class TeamFailed(Exception):
-    """The method cannot run here; the message is what it said."""
+class MethodFailed(Exception):
+    """A method cannot run here. The message is its error."""
 
 
 @dataclass(slots=True)
-class Team:
-    """The processes of one method, seen from the program that gives them turns."""
+class Workers:
+    """The worker processes of one method, as the benchmark sees them."""
 
     method: str
     processes: list[Any] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         for rank, connection in enumerate(self.connections):
             try:
                 connection.send(message)
             except OSError:
-                raise TeamFailed(self._epitaph(rank)) from None
+                raise MethodFailed(self._exit_message(rank)) from None
 
-    def answers(self, patience: float = PATIENCE) -> list[Any]:
-        """One of each rank, in their order."""
-        end = time.monotonic() + patience
+    def answers(self, timeout: float = ANSWER_TIMEOUT) -> list[Any]:
+        """Receive the answer of each rank."""
+        end = time.monotonic() + timeout
         found: dict[int, Any] = {}
         ranks = {id(connection): rank for rank, connection in enumerate(self.connections)}
         while len(found) < len(ranks):
@@ -128,52 +130,53 @@ class Team:
             ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
             if not ready:
                 missing = [rank for rank in ranks.values() if rank not in found]
-                raise TeamFailed(f"ranks {missing} did not answer within {patience:.0f} s")
+                raise MethodFailed(f"ranks {missing} did not answer within {timeout:.0f} s")
             for connection in ready:
                 rank = ranks[id(connection)]
                 try:
                     found[rank] = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    raise TeamFailed(self._epitaph(rank)) from None
+                    raise MethodFailed(self._exit_message(rank)) from None
                 if isinstance(found[rank], Exception):
-                    raise TeamFailed(str(found[rank]))
+                    raise MethodFailed(str(found[rank]))
         return [found[rank] for rank in range(len(ranks))]
 
-    def _epitaph(self, rank: int) -> str:
+    def _exit_message(self, rank: int) -> str:
         self.processes[rank].join(5)
         said = self.logs[rank].read_text(errors="replace").strip().splitlines()
         last = f", and last said: {said[-1][:300]}" if said else ""
         return f"rank {rank} ended with exit code {self.processes[rank].exitcode}{last}"
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for connection in self.connections:
-            connection.close()  # a rank that waits for orders ends by that
-        patience = time.monotonic() + 5
+            connection.close()  # which ends a rank that waits for a command
+        end = time.monotonic() + 5
         for process in self.processes:
-            process.join(max(0.0, patience - time.monotonic()))
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
         self.processes, self.connections = [], []
 
 
 @contextlib.contextmanager
-def team(
+def start_workers(
     method: str, workload: Workload, world: int, wire: Wire = LOOPBACK, source: Path | None = None
-) -> Iterator[Team]:
-    """``source`` is a directory to import onecopy from, instead of the installed one."""
+) -> Iterator[Workers]:
+    """Start the processes of a method. ``source`` is a directory from which to import onecopy,
+    instead of the installed one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all methods run on the CPU
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "workloads"])
-    found = Team(method)
+    found = Workers(method)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            for rank in range(world):
+            for number in range(world):
                 ours, theirs = context.Pipe()
-                log = Path(directory, f"rank-{rank}.log")
+                log = Path(directory, f"rank-{number}.log")
                 log.touch()
-                place = _Place(rank, world, directory, wire, source)
+                rank = _Rank(number, world, directory, wire, source)
                 process = context.Process(
-                    target=_be_rank, args=(place, method, workload.name, theirs), daemon=True
+                    target=_run_worker, args=(rank, method, workload.name, theirs), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -182,34 +185,35 @@ def team(
                 found.logs.append(log)
             yield found
         finally:
-            found.end()
+            found.stop()
 
 
 # ---------------------------------------------------------------------- one rank
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    rank: int
+class _Rank:
+    number: int
     world: int
     directory: str
     wire: Wire
     source: Path | None
 
 
-def _be_rank(place: _Place, method: str, workload: str, parent: Connection) -> None:
-    log = os.open(f"{place.directory}/rank-{place.rank}.log", os.O_WRONLY | os.O_APPEND)
+def _run_worker(rank: _Rank, method: str, workload: str, parent: Connection) -> None:
+    log = os.open(f"{rank.directory}/rank-{rank.number}.log", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        with _joined(place):
-            from methods import METHODS
-
-            _work(_Worker(METHODS[method], WORKLOADS[workload], place.wire), parent)
+        _join_process_group(rank)
+        worker = _Worker(METHODS[method], WORKLOADS[workload], rank.wire)
+        while True:
+            command, *arguments = parent.recv()
+            parent.send(getattr(worker, command)(*arguments))
     except EOFError:
-        pass  # the program that gave turns has ended
+        pass  # the benchmark has closed the connection
     except BaseException as error:
-        parent.send(TeamFailed(f"{type(error).__name__}: {_one_line(error)}"))
+        parent.send(MethodFailed(f"{type(error).__name__}: {_one_line(error)}"))
         raise
 
 
@@ -218,40 +222,31 @@ def _one_line(error: BaseException) -> str:
     return lines[0][:300] if lines else "no message"
 
 
-@contextlib.contextmanager
-def _joined(place: _Place) -> Iterator[None]:
-    """Be a rank of a gloo group, as under torchrun."""
-    if place.source is not None:
-        sys.path.insert(0, str(place.source))
-    place.wire.enter(place.rank, place.world)
-    numbers = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world}
+def _join_process_group(rank: _Rank) -> None:
+    """Join a gloo group, with the environment that torchrun sets."""
+    if rank.source is not None:
+        sys.path.insert(0, str(rank.source))
+    rank.wire.enter(rank.number, rank.world)
+    numbers = {"RANK": rank.number, "LOCAL_RANK": rank.number, "WORLD_SIZE": rank.world}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{place.directory}/store", place.world)
-    patience = timedelta(seconds=PATIENCE)
+    store = dist.FileStore(f"{rank.directory}/store", rank.world)
+    timeout = timedelta(seconds=ANSWER_TIMEOUT)
     dist.init_process_group(
-        "gloo", store=store, rank=place.rank, world_size=place.world, timeout=patience
+        "gloo", store=store, rank=rank.number, world_size=rank.world, timeout=timeout
     )
-    yield
-
-
-def _work(worker: _Worker, parent: Connection) -> None:
-    while True:
-        order, *rest = parent.recv()
-        parent.send(getattr(worker, order)(*rest))
 
 
 class _Worker:
-    """One rank of a method: its public methods are the orders that it takes."""
+    """One rank of a method. Its public methods are the commands."""
 
     def __init__(self, method: Any, workload: Workload, wire: Wire) -> None:
         self._method, self._workload, self._wire = method, workload, wire
         self._batches = torch.Generator().manual_seed(dist.get_rank())
 
     def build(self) -> float:
-        """Seconds."""
-        # First use of code, and imports: not what a method takes.
+        """Build the model and wrap it. Return the seconds, without imports and other first uses."""
         self._workload.model()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -262,65 +257,66 @@ class _Worker:
         self._resident = resident("VmRSS")
         dist.barrier()
         start = time.perf_counter()
-        self._trainee = self._method.build(self._workload)
+        self._training = self._method.build(self._workload)
         dist.barrier()
         return time.perf_counter() - start
 
-    def train(self, steps: int) -> Turn:
-        trainee, clock = self._trainee, time.perf_counter
+    def train(self, steps: int) -> Measurement:
+        """Train some steps. Return means over them."""
+        training, clock = self._training, time.perf_counter
         forward = backward = step = 0.0
         batches = [self._workload.batch(self._batches) for _ in range(steps)]
         dist.barrier()
         sent, begin = self._wire.bytes_sent(), clock()
         for batch in batches:
             start = clock()
-            loss = trainee.forward(batch)
+            loss = training.forward(batch)
             after_forward = clock()
-            trainee.backward(loss)
+            training.backward(loss)
             after_backward = clock()
-            trainee.step()
+            training.step()
             forward += after_forward - start
             backward += after_backward - after_forward
             step += clock() - after_backward
         before_the_end = clock()
-        trainee.finish()
+        training.finish()
         step += clock() - before_the_end
         dist.barrier()
         seconds, sent = clock() - begin, self._wire.bytes_sent() - sent
-        return Turn(
+        return Measurement(
             seconds / steps, forward / steps, backward / steps, step / steps, sent / steps,
             float(loss.detach()),
         )  # fmt: skip
 
     def warm_up(self, steps: int) -> Memory:
-        """So many steps, and what the last one of them takes."""
+        """Train some steps. Return the memory of the last one."""
         self.train(steps - 1)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        trainee = self._trainee
-        loss = trainee.forward(self._workload.batch(self._batches))
-        trainee.backward(loss)
-        gradients = trainee.gradient_bytes()
-        trainee.step()
-        trainee.finish()
+        training = self._training
+        loss = training.forward(self._workload.batch(self._batches))
+        training.backward(loss)
+        gradients = training.gradient_bytes()
+        training.step()
+        training.finish()
         peak = resident("VmHWM") - self._resident
-        return Memory(trainee.state_bytes(), gradients, peak)
+        return Memory(training.state_bytes(), gradients, peak)
 
 
-# ======== heats
+# ---------------------------------------------------------------------- groups
 
 REFERENCES = (DDP, TORCHS)
 # What a rank may take per parameter: itself, gradient, bucket, a copy on the way, Adam's state.
 _BYTES_PER_PARAMETER = 24
 _BYTES_PER_PROCESS = 150 * 10**6
 
-Tick = Callable[[str], None]  # told what happens next, before every piece of work
+Tick = Callable[[str], None]  # called with a description before every piece of work
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A method that takes part, maybe with another onecopy than the installed one."""
+    """A method to measure; maybe with onecopy from another directory than the installed one."""
 
     name: str
     method: str
@@ -328,8 +324,8 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """Where a heat takes place."""
+class Setup:
+    """What is trained, on how many ranks and over which network, and how often."""
 
     workload: Workload
     ranks: int
@@ -337,86 +333,85 @@ class Course:
     wire_name: str
     rounds: int
 
-    def ticks(self, heats: Sequence[Sequence[Entry]]) -> int:
-        """How often a run of these heats will tick."""
-        return sum(len(heat) * (self.rounds + 2) for heat in heats)
+    def ticks(self, groups: Sequence[Sequence[Entry]]) -> int:
+        """How often `measure_groups` will call `tick`."""
+        return sum(len(group) * (self.rounds + 2) for group in groups)
 
-    def heats(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        """Entries in heats, each with the references."""
+    def groups(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """Divide the entries into groups, as large as memory allows, each with the references."""
         references = [entry for entry in entries if entry.name in REFERENCES]
         others = [entry for entry in entries if entry.name not in REFERENCES]
-        size = max(2, self._alive_at_once() - len(references))
+        each = _BYTES_PER_PARAMETER * self.workload.numel() + _BYTES_PER_PROCESS
+        alive_at_once = int(0.75 * _available_memory() / (each * self.ranks))
+        size = max(2, alive_at_once - len(references))
         count = max(1, -(-len(others) // size))
         return [[*references, *others[i::count]] for i in range(count)]
 
-    def _alive_at_once(self) -> int:
-        each = _BYTES_PER_PARAMETER * self.workload.numel() + _BYTES_PER_PROCESS
-        return int(0.75 * _available_memory() / (each * self.ranks))
 
-
-def run(course: Course, heats: Sequence[Sequence[Entry]], tick: Tick) -> Table:
-    """Compare within each heat; the references' own rows are about all heats together."""
+def measure_groups(setup: Setup, groups: Sequence[Sequence[Entry]], tick: Tick) -> Table:
+    """Measure all groups. Ratios are taken within a group; the rows of the references are about all
+    groups together."""
     rows: dict[str, Row] = {}
     pooled = {name: Samples() for name in REFERENCES}
-    for heat in heats:
-        samples = take_turns(course, heat, tick)
+    for group in groups:
+        samples = alternate(setup, group, tick)
         ddp, torchs = (samples.get(name, Samples(error="not here")) for name in REFERENCES)
-        for entry in heat:
+        for entry in group:
             own = samples[entry.name]
             if entry.name in pooled:
                 pooled[entry.name].add(own)
-            rows[entry.name] = row_of(entry.name, own, ddp, torchs, course.wire.hosts)
+            rows[entry.name] = row_of(entry.name, own, ddp, torchs, setup.wire.hosts)
     ddp, torchs = (pooled[name] for name in REFERENCES)
     for name in REFERENCES:
         if name in rows:
-            rows[name] = row_of(name, pooled[name], ddp, torchs, course.wire.hosts)
-    workload = course.workload
+            rows[name] = row_of(name, pooled[name], ddp, torchs, setup.wire.hosts)
+    workload = setup.workload
     return Table(
         workload.name,
         workload.title,
-        course.ranks,
-        course.wire_name,
-        course.rounds,
-        steps=(course.rounds + 1) * workload.steps,
+        setup.ranks,
+        setup.wire_name,
+        setup.rounds,
+        steps=(setup.rounds + 1) * workload.steps,
         rows=tuple(rows[name] for name in METHODS if name in rows),
     )
 
 
-def take_turns(course: Course, heat: Sequence[Entry], tick: Tick) -> dict[str, Samples]:
-    """One heat: what each entry did."""
-    samples = {entry.name: Samples() for entry in heat}
+def alternate(setup: Setup, group: Sequence[Entry], tick: Tick) -> dict[str, Samples]:
+    """Measure one group. Return the samples of each entry."""
+    samples = {entry.name: Samples() for entry in group}
     with contextlib.ExitStack() as stack:
-        teams = {
+        workers = {
             entry.name: stack.enter_context(
-                team(entry.method, course.workload, course.ranks, course.wire, entry.source)
+                start_workers(entry.method, setup.workload, setup.ranks, setup.wire, entry.source)
             )
-            for entry in heat
+            for entry in group
         }
 
-        def ask(name: str, *order: object) -> list[Any]:
-            """The answers of all ranks; none if the team is out, with what it says noted."""
+        def ask(name: str, *command: object) -> list[Any]:
+            """The answers of all ranks; none if the method has failed, whose error is noted."""
             if samples[name].error is not None:
                 return []
             try:
-                teams[name].tell(*order)
-                return teams[name].answers()
-            except TeamFailed as error:
+                workers[name].send(*command)
+                return workers[name].answers()
+            except MethodFailed as error:
                 samples[name].error = str(error)
-                teams[name].end()  # what is left of it would disturb the others
+                workers[name].stop()  # its other ranks would disturb the other methods
                 return []
 
-        for name in teams:
+        for name in workers:
             tick(f"{name}: building")
             samples[name].construction = max(ask(name, "build"), default=0.0)
-        for name in teams:
+        for name in workers:
             tick(f"{name}: warming up")
-            samples[name].memory = ask(name, "warm_up", course.workload.steps)
-        # The same in every run, and another one in each heat.
-        order = random.Random(f"{course.workload.name} {course.ranks} {list(teams)}")
-        for number in range(1, course.rounds + 1):
-            for name in order.sample(list(teams), len(teams)):
-                tick(f"{name}: round {number} of {course.rounds}")
-                samples[name].rounds.append(ask(name, "train", course.workload.steps))
+            samples[name].memory = ask(name, "warm_up", setup.workload.steps)
+        # The same order in every run, and different orders in different groups.
+        order = random.Random(f"{setup.workload.name} {setup.ranks} {list(workers)}")
+        for number in range(1, setup.rounds + 1):
+            for name in order.sample(list(workers), len(workers)):
+                tick(f"{name}: round {number} of {setup.rounds}")
+                samples[name].rounds.append(ask(name, "train", setup.workload.steps))
     return samples
 
 

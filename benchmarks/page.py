@@ -1,4 +1,8 @@
-"""docs/benchmarks.md: the tables and plots of the last run, and what they mean."""
+"""Results as text, as Markdown and as pictures, and docs/benchmarks.md, which has all of a run.
+
+Pictures are SVG, two panels of horizontal bars for light and dark pages, written without a plotting
+library, so that the same numbers give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-import costs
 from costs import Cost
-from results import Row, Spread, Table, Verdict, verdicts
-
-# ======== tables
+from results import GoalResult, Row, Spread, Table, goal_results
 
 MB = 10**6
 
@@ -25,8 +26,8 @@ MEANING = (
     "these calls. MB sent: per rank and step (on a cable: per host). state, gradients: MB on the "
     "fullest rank. peak: growth of a process during a step, model included. build: seconds to make "
     "the model and wrap it. loss: mean over the ranks after the last step; with ! it is not DDP's, "
-    "so other work was done. Where there were several heats, ms of different rows are not to be "
-    "compared: ratios are, which were taken within a heat."
+    "so other work was done. Where there were several groups, ms of different rows are not to be "
+    "compared: ratios are, which were taken within a group."
 )
 
 
@@ -101,9 +102,7 @@ def changes(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
     return found
 
 
-# ======== plots
-
-MB = 10**6
+# ---------------------------------------------------------------------- pictures
 
 _ROW, _BAR, _TOP = 24, 12, 58
 _NAMES, _PANEL, _GAP, _END = 232, 320, 66, 46
@@ -227,7 +226,7 @@ def _kind(row: Row) -> str:
     return "reference" if row.method == "DDP" else "peer"
 
 
-# ======== page
+# ---------------------------------------------------------------------- the page
 
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "benchmarks.md"
@@ -292,7 +291,7 @@ def write(
     PICTURES.mkdir(parents=True, exist_ok=True)
     for old in PICTURES.glob("*.svg"):
         old.unlink()
-    sections = [_OPENING, _machine(description), _goals(verdicts(tables))]
+    sections = [_OPENING, _machine(description), _goals(goal_results(tables))]
     sections += [f"## The tables\n\n{MEANING[0].upper()}{MEANING[1:]}\n"]
     sections += [_section(table) for table in tables]
     if other:
@@ -321,13 +320,13 @@ def summary(tables: Sequence[Table]) -> str:
         found = [each for each in (table.row(row.method) for table in shown) if each is not None]
         if len(found) < len(shown):
             continue
-        ratios = [_ratio(each) for each in found]
+        ratios = [_median(each) for each in found]
         peak = f"{row.peak / MB:.0f}" if row.error is None else ""
         lines.append("| " + " | ".join([row.method, *ratios, peak]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _ratio(row: Row) -> str:
+def _median(row: Row) -> str:
     if row.error is not None:
         return "did not run"
     return "" if row.of_ddp is None else f"{row.of_ddp.middle:.2f}"
@@ -339,16 +338,16 @@ def _machine(description: Mapping[str, str]) -> str:
     return f"## The machine\n\n{table}\n"
 
 
-def _goals(found: Sequence[Verdict]) -> str:
+def _goals(found: Sequence[GoalResult]) -> str:
     lines = ["| | where | goal | measured | |", "|---|---|--:|--:|---|"]
-    for verdict in found:
-        measured = "" if verdict.measured is None else f"{verdict.measured:.3f}"
+    for result in found:
+        measured = "" if result.measured is None else f"{result.measured:.3f}"
         lines.append(
-            f"| {verdict.claim} | {verdict.where} | {verdict.limit:g} | {measured} | "
-            f"{_outcome(verdict)} |"
+            f"| {result.claim} | {result.where} | {result.limit:g} | {measured} | "
+            f"{_outcome(result)} |"
         )
-    reached = [verdict for verdict in found if verdict.holds]
-    missed = [verdict for verdict in found if not verdict.holds]
+    reached = [result for result in found if result.holds]
+    missed = [result for result in found if not result.holds]
     close = [sum(v.is_close for v in some) for some in (reached, missed)]
     return (
         "## Goals\n\nRatios that must not be exceeded; medians are judged. Of those that are close the "
@@ -358,11 +357,11 @@ def _goals(found: Sequence[Verdict]) -> str:
     )
 
 
-def _outcome(verdict: Verdict) -> str:
-    if verdict.measured is None:
+def _outcome(result: GoalResult) -> str:
+    if result.measured is None:
         return "did not run"
-    missed = f"missed by {verdict.measured - verdict.limit:.3f}"
-    return ("reached" if verdict.holds else missed) + (", close" if verdict.is_close else "")
+    missed = f"missed by {result.measured - result.limit:.3f}"
+    return ("reached" if result.holds else missed) + (", close" if result.is_close else "")
 
 
 def _section(table: Table) -> str:
@@ -379,4 +378,7 @@ def _section(table: Table) -> str:
 
 
 def _cost(cost: Cost) -> str:
-    return f"### {cost.title}\n\n{costs.as_markdown(cost)}\n"
+    rule = "|---|" + "--:|" * (len(cost.columns) - 1)
+    head, *rows = ["| " + " | ".join(line) + " |" for line in (cost.columns, *cost.rows)]
+    table = "\n".join([head, rule, *rows])
+    return f"### {cost.title}\n\n{table}\n"
