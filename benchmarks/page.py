@@ -105,7 +105,7 @@ def changes(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
 # ---------------------------------------------------------------------- pictures
 
 _ROW, _BAR, _TOP = 24, 12, 58
-_NAMES, _PANEL, _GAP, _END = 232, 320, 66, 46
+_NAMES, _PANEL, _GAP, _MARGIN = 232, 320, 66, 46
 
 _STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #24292f; }
@@ -170,7 +170,7 @@ def _of_ddp(rows: Sequence[Row]) -> float | None:
 
 
 def _svg(title: str, rows: Sequence[Row], panels: Sequence[Panel]) -> str:
-    width = _NAMES + len(panels) * _PANEL + (len(panels) - 1) * _GAP + _END
+    width = _NAMES + len(panels) * _PANEL + (len(panels) - 1) * _GAP + _MARGIN
     height = _TOP + _ROW * len(rows) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -231,7 +231,7 @@ def _kind(row: Row) -> str:
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "benchmarks.md"
 README = _DOCS.parent / "README.md"
-_BEGIN, _END = "<!-- make bench writes this table -->\n", "<!-- end of the table -->\n"
+_TABLE_BEGIN, _TABLE_END = "<!-- make bench writes this table -->\n", "<!-- end of the table -->\n"
 PICTURES = _DOCS / "benchmarks"
 JSON = PICTURES / "bench.json"
 
@@ -299,9 +299,9 @@ def write(
     PAGE.write_text("\n".join(sections))
     if headline is None:
         return
-    before, rest = README.read_text().split(_BEGIN)
-    _, after = rest.split(_END)
-    README.write_text(f"{before}{_BEGIN}{summary(headline)}{_END}{after}")
+    before, rest = README.read_text().split(_TABLE_BEGIN)
+    _, after = rest.split(_TABLE_END)
+    README.write_text(f"{before}{_TABLE_BEGIN}{summary(headline)}{_TABLE_END}{after}")
 
 
 def summary(tables: Sequence[Table]) -> str:

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import RankFailure, World, run_on_ranks
-from inside import BEFORE_LAZY_FORWARD, take_first
+from inside import BEFORE_LAZY_FORWARD, CLAIM_BUCKET, take_first
 from races import (
     DELAYED,
     MODES,
@@ -27,10 +27,12 @@ from races import (
 )
 from trial_common import count_of_different_elements, have_equal_bits
 
+from onecopy import ZeroRedundancyOptimizer
 from onecopy.flights import Flights
 from onecopy.gatherer import Gatherer
 from onecopy.lanes import Lane
 from onecopy.neighbours import Loan, Neighbourhood
+from onecopy.transport import Transport
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
@@ -61,6 +63,11 @@ def test_configurations_take_every_way_there_is() -> None:
     lent = Counter((size, c.shared_from) for size, batch in batches(7, 180) for _, c in batch)
     assert set(lent) == set(itertools.product((2, 3, 4), SHARED_FROM))
     assert min(lent.values()) > 10
+
+
+def test_what_communicates_holds_gradients_or_is_a_hook_is_delayed() -> None:
+    hooks = {BEFORE_LAZY_FORWARD[0], CLAIM_BUCKET[0], ZeroRedundancyOptimizer}
+    assert hooks | {Flights, Gatherer, Lane, Loan, Neighbourhood, Transport} <= set(DELAYED)
 
 
 def test_everything_is_as_before_when_the_delays_are_over() -> None:

@@ -28,6 +28,7 @@ import secrets
 import sys
 import tempfile
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,18 +58,37 @@ STEPS = 3  # of a run
 # ---------------------------------------- delays ----------------------------------------
 
 
-def package_classes() -> list[type]:
-    """Every class that a module of the package defines: those that communicate, hold buckets or
-    gradients, run as hooks of autograd, DDP and modules, or share memory, and all others."""
-    found = []
-    for info in pkgutil.walk_packages(onecopy.__path__, f"{onecopy.__name__}."):
-        if not info.name.endswith(".__main__"):  # importing it runs the command line
-            members = vars(importlib.import_module(info.name)).values()
-            found += [m for m in members if inspect.isclass(m) and m.__module__ == info.name]
-    return found
+# What makes a module one that communicates, between ranks or threads.
+COMMUNICATION = ("torch.distributed", "threading", "ctypes")
 
 
-DELAYED = package_classes()
+def communicating_classes() -> list[type]:
+    """Every class of the modules of the package that communicate, and of those that use one of
+    them: collectives, buckets, gradients, shared memory, hooks of autograd, DDP and modules."""
+    package = f"{onecopy.__name__}."
+    names = [info.name for info in pkgutil.walk_packages(onecopy.__path__, package)]
+    modules = [importlib.import_module(name) for name in names if not name.endswith(".__main__")]
+
+    def uses(module: types.ModuleType) -> set[str]:
+        """The modules of which, or of whose functions and classes, it has imported names."""
+        values = vars(module).values()
+        sources = (
+            v.__name__ if inspect.ismodule(v) else getattr(v, "__module__", "") for v in values
+        )
+        return set(map(str, sources)) - {module.__name__}
+
+    used = {module.__name__: uses(module) for module in modules}
+    communicating = {name for name in used if not used[name].isdisjoint(COMMUNICATION)}
+    return [
+        member
+        for module in modules
+        if module.__name__ in communicating or not used[module.__name__].isdisjoint(communicating)
+        for member in vars(module).values()
+        if inspect.isclass(member) and member.__module__ == module.__name__
+    ]
+
+
+DELAYED = communicating_classes()
 LONGEST = 0.003  # seconds: many times what a collective of the small models takes
 PROBABILITY = 0.08  # that a call sleeps before it runs, and that it sleeps after
 SWITCH_INTERVAL = 5e-6  # seconds between switches of threads, a thousandth of the usual
