@@ -102,25 +102,25 @@ bench-compare: $(BENCH_VENV)/.installed ## our modes at BASE=<git ref> and as th
 	$(BENCH_BIN)/python benchmarks/compare.py $(BASE)
 
 bench-balance: $(VENV)/.installed ## how evenly plans load the ranks
-	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/plan.py balance
 
 bench-plan: $(VENV)/.installed ## how long planning takes
-	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/plan.py time
 
 bench-cuts: $(VENV)/.installed ## where tensors may be cut without changing bits
-	$(BIN)/python benchmarks/cuts.py
+	$(BIN)/python benchmarks/plan.py cuts
 
 bench-overhead: $(VENV)/.installed ## what a step costs beside the optimizer class
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/step.py overhead
 
 bench-checking: $(VENV)/.installed ## what check_every costs
-	$(BIN)/python benchmarks/checking.py
+	$(BIN)/python benchmarks/step.py checking
 
 bench-consolidate: $(VENV)/.installed ## time and memory of collecting the full state
-	$(BIN)/python benchmarks/consolidate.py
+	$(BIN)/python benchmarks/state.py consolidate
 
 bench-checkpoint: $(VENV)/.installed ## time and memory of writing and reading checkpoints
-	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/state.py checkpoint
 
 clean: ## remove caches and build leftovers, keep the virtual environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report

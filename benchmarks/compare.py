@@ -1,7 +1,7 @@
 """Our own modes at two revisions, side by side in one run: has a change made them slower?
 
-The other revision is checked out into a temporary work tree, and its package is imported from there
-by teams of their own, which take turns with those of the present one. Each mode is compared with
+The other revision is checked out into a temporary work tree. Processes which import the package
+from there alternate with those of the present one. Each mode is compared with
 itself: the ratio is present / base, within rounds. A mode that looks slower is measured once more,
 with more rounds, before it counts as slower. The last line has the geometric mean of all ratios.
 
@@ -23,10 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from heats import Course, Entry, take_turns
 from hosts import LOOPBACK
+from measure import Entry, Progress, Setup, alternate, ends_by_exception
 from methods import OURS
-from progress import Progress, ends_by_exception
 from results import Samples, Spread, ratios
 from workloads import WORKLOADS
 
@@ -42,10 +41,10 @@ class Cell(NamedTuple):
     is_slower: bool  # by more than 5 %, with the lower quartile above 1; or it did not run
 
 
-def compare(course: Course, method: str, base: Path) -> Cell:
+def compare(setup: Setup, method: str, base: Path) -> Cell:
     entries = [Entry("base", method, base), Entry("present", method, ROOT)]
-    with Progress(method, 2 * (course.rounds + 2)) as progress:
-        samples = take_turns(course, entries, progress.tick)
+    with Progress(method, 2 * (setup.rounds + 2)) as progress:
+        samples = alternate(setup, entries, progress.tick)
     for name in ("present", "base"):
         each = samples[name]
         if each.error is not None:
@@ -96,14 +95,14 @@ def main() -> int:
     cells: list[Cell] = []
     with ends_by_exception(), checked_out(args.base) as base:
         for name, ranks in itertools.product(args.only, args.ranks):
-            course = Course(WORKLOADS[name], ranks, LOOPBACK, "loopback", args.rounds)
-            print(f"\n{course.workload.title}; {ranks} ranks, {course.wire_name}")
+            setup = Setup(WORKLOADS[name], ranks, LOOPBACK, "loopback", args.rounds)
+            print(f"\n{setup.workload.title}; {ranks} ranks, {setup.wire_name}")
             print(f"{'':40}{'base ms':>9}{'now ms':>9}{'ratio':>8}  (quartiles)", flush=True)
             for method in args.methods:
-                cell = compare(course, method, base)
+                cell = compare(setup, method, base)
                 print(cell.line, flush=True)
                 if cell.is_slower and cell.ratio is not None and args.rounds < RERUN_ROUNDS:
-                    again = dataclasses.replace(course, rounds=RERUN_ROUNDS)
+                    again = dataclasses.replace(setup, rounds=RERUN_ROUNDS)
                     cell = compare(again, method, base)
                     print(f"{cell.line}  ({RERUN_ROUNDS} rounds)", flush=True)
                 cells.append(cell)

@@ -1,6 +1,6 @@
 """How a workload is trained: DDP, torch's class, FSDP2, DeepSpeed, fairscale, and ours.
 
-A :class:`Method` is a name and a function that builds a :class:`Trainee`. It runs in processes of
+A :class:`Method` is a name and a function that builds a :class:`Training`. It runs in processes of
 its own, so peers are imported there alone, and what they do to a process harms nobody else. Each is
 set up as its documentation says, with the same fused AdamW.
 """
@@ -24,7 +24,7 @@ DDP, TORCHS = "DDP", "torch, bucket views"  # what the others are compared with
 
 
 @dataclass(slots=True)
-class Trainee:
+class Training:
     """A model under training, as the benchmark drives it."""
 
     forward: Callable[[Batch], Tensor]
@@ -39,7 +39,7 @@ class Trainee:
 class Method:
     name: str
     project: str
-    build: Callable[[Workload], Trainee]
+    build: Callable[[Workload], Training]
     keeps_whole_parameters: bool = True
 
     @property
@@ -74,12 +74,12 @@ def gradients_of(module: nn.Module) -> Iterable[Tensor]:
     return (param.grad for param in module.parameters() if param.grad is not None)
 
 
-def plain_trainee(
+def plain_training(
     module: nn.Module,
     optimizers: Sequence[Any],
     holders: Sequence[Any] | None = None,
     clears_by_module: bool = False,
-) -> Trainee:
+) -> Training:
     """A module and its optimizers, driven as usual. ``holders`` have the state, if not they do."""
     buckets = bucket_bytes(module)
 
@@ -89,7 +89,7 @@ def plain_trainee(
         for cleared in [module] if clears_by_module else optimizers:
             cleared.zero_grad()
 
-    return Trainee(
+    return Training(
         forward=lambda batch: module(*batch),
         backward=lambda loss: loss.backward(),
         step=step,
@@ -133,12 +133,12 @@ def parameter_bytes(module: nn.Module) -> int:
 # ---------------------------------------------------------------------- torch
 
 
-def ddp(workload: Workload, views: bool = False, **adamw: Any) -> Trainee:
+def ddp(workload: Workload, views: bool = False, **adamw: Any) -> Training:
     module = under_ddp(workload, views)
-    return plain_trainee(module, one_per_class(workload, module.module, unsharded, **adamw))
+    return plain_training(module, one_per_class(workload, module.module, unsharded, **adamw))
 
 
-def torchs_class(workload: Workload, views: bool, gradient_views: bool = False) -> Trainee:
+def torchs_class(workload: Workload, views: bool, gradient_views: bool = False) -> Training:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -148,10 +148,10 @@ def torchs_class(workload: Workload, views: bool, gradient_views: bool = False) 
 
     module = under_ddp(workload, gradient_views)
     made = one_per_class(workload, module.module, build)
-    return plain_trainee(module, made, [optimizer.optim for optimizer in made])
+    return plain_training(module, made, [optimizer.optim for optimizer in made])
 
 
-def fsdp2(workload: Workload, reshard: bool) -> Trainee:
+def fsdp2(workload: Workload, reshard: bool) -> Training:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -161,7 +161,7 @@ def fsdp2(workload: Workload, reshard: bool) -> Trainee:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     # None: as its documentation advises, the root stays gathered, for backward begins with it.
     fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard else False)
-    return plain_trainee(module, one_per_class(workload, module, unsharded))
+    return plain_training(module, one_per_class(workload, module, unsharded))
 
 
 # ---------------------------------------------------------------------- peers
@@ -172,7 +172,7 @@ def fsdp2(workload: Workload, reshard: bool) -> Trainee:
 DEEPSPEED_BUCKET = 25 * 2**20 // 4
 
 
-def deepspeed(workload: Workload, stage: int) -> Trainee:
+def deepspeed(workload: Workload, stage: int) -> Training:
     import deepspeed
 
     module = workload.model()
@@ -211,7 +211,7 @@ def deepspeed(workload: Workload, stage: int) -> Trainee:
         yield from tensors_of(zero.optimizer)
         yield from zero.single_partition_of_fp32_groups  # a copy of this rank's parameters
 
-    return Trainee(
+    return Training(
         forward=lambda batch: engine(*batch),
         backward=engine.backward,
         step=engine.step,
@@ -220,7 +220,7 @@ def deepspeed(workload: Workload, stage: int) -> Trainee:
     )
 
 
-def fairscale(workload: Workload) -> Trainee:
+def fairscale(workload: Workload) -> Training:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -231,13 +231,13 @@ def fairscale(workload: Workload) -> Trainee:
     wrapped = ShardedDataParallel(module, made, broadcast_buffers=False)
     holders = [optimizer.optim for optimizer in made]
     # Its buckets are not cleared by the optimizers' own zero_grad: old gradients would be added.
-    return plain_trainee(wrapped, made, holders, clears_by_module=True)
+    return plain_training(wrapped, made, holders, clears_by_module=True)
 
 
 # ---------------------------------------------------------------------- ours
 
 
-def ours(workload: Workload, module: nn.Module, views: bool = True, **attach: Any) -> Trainee:
+def ours(workload: Workload, module: nn.Module, views: bool = True, **attach: Any) -> Training:
     """Drop-in; or attached, if there are options for that."""
     from onecopy import ZeroRedundancyOptimizer
 
@@ -246,18 +246,18 @@ def ours(workload: Workload, module: nn.Module, views: bool = True, **attach: An
     if matrices:
         groups.insert(0, {"params": matrices, "optimizer_class": torch.optim.Muon, **MUON})
     optimizer = ZeroRedundancyOptimizer(groups, AdamW, parameters_as_bucket_view=views, **ADAMW)
-    trainee = plain_trainee(module, [optimizer])
+    training = plain_training(module, [optimizer])
     if attach:
         optimizer.attach(module, **attach)
         # DDP keeps its buckets, whether or not gradients are views of them.
         is_under_ddp = isinstance(module, DistributedDataParallel)
         buckets = parameter_bytes(module) if is_under_ddp else 0
-        trainee.gradient_bytes = lambda: optimizer.memory_report().gradients + buckets
-        trainee.finish = optimizer.wait
-    return trainee
+        training.gradient_bytes = lambda: optimizer.memory_report().gradients + buckets
+        training.finish = optimizer.wait
+    return training
 
 
-def ours_through_tcp(workload: Workload) -> Trainee:
+def ours_through_tcp(workload: Workload) -> Training:
     """As between hosts: else ranks on one host read each other's memory."""
     os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     return ours(workload, workload.model(), **EAGER)

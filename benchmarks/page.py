@@ -1,21 +1,237 @@
-"""docs/benchmarks.md: the tables and plots of the last run, and what they mean."""
+"""Results as text, as Markdown and as pictures, and docs/benchmarks.md, which has all of a run.
+
+Pictures are SVG, two panels of horizontal bars for light and dark pages, written without a plotting
+library, so that the same numbers give the same bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
-import costs
 from costs import Cost
-from goals import Verdict, verdicts
-from plots import picture
-from results import Row, Table
-from tables import MB, MEANING, as_markdown
+from results import GoalResult, Row, Spread, Table, goal_results
+
+MB = 10**6
+
+COLUMNS = (
+    "method", "ms", "of DDP", "", "of torch", "", "forward", "backward", "step",
+    "MB sent", "state", "gradients", "peak MB", "build s", "loss",
+)  # fmt: skip
+MEANING = (
+    "ms: a whole step, median. of DDP, of torch: its ratio to theirs, medians and quartiles over "
+    "the rounds, or the extremes of fewer than five. forward, backward, step: ms that a rank is in "
+    "these calls. MB sent: per rank and step (on a cable: per host). state, gradients: MB on the "
+    "fullest rank. peak: growth of a process during a step, model included. build: seconds to make "
+    "the model and wrap it. loss: mean over the ranks after the last step; with ! it is not DDP's, "
+    "so other work was done. Where there were several groups, ms of different rows are not to be "
+    "compared: ratios are, which were taken within a group."
+)
+
+
+def cells(row: Row, is_alike: bool = True) -> list[str]:
+    """A line of the table; of a method that did not run, its name and nothing else."""
+    if row.seconds is None or row.phases is None:
+        return [row.method, "did not run", *[""] * (len(COLUMNS) - 2)]
+    phases = row.phases
+    return [
+        row.method,
+        f"{row.seconds.middle * 1e3:.1f}",
+        *_ratio(row.of_ddp),
+        *_ratio(row.of_torch),
+        *(f"{each * 1e3:.1f}" for each in (phases.forward, phases.backward, phases.step)),
+        f"{row.sent / MB:.2f}",
+        *(f"{each / MB:.1f}" for each in (row.state, row.gradients, row.peak)),
+        f"{row.construction:.1f}",
+        f"{row.loss:.4f}{'' if is_alike else ' !'}",
+    ]
+
+
+def _ratio(spread: Spread | None) -> tuple[str, str]:
+    if spread is None:
+        return "", ""
+    return f"{spread.middle:.2f}", f"{spread.low:.2f}-{spread.high:.2f}"
+
+
+def as_text(table: Table) -> str:
+    if table.skipped is not None:
+        return f"\n{table.heading}\n  skipped: {table.skipped}"
+    lines = [list(COLUMNS), *(cells(row, table.trains_alike(row)) for row in table.rows)]
+    widths = [max(len(line[i]) for line in lines if len(line) > i) for i in range(len(COLUMNS))]
+    text = [f"\n{table.heading}"]
+    for line in lines:
+        name, *numbers = (cell.ljust(widths[0]) if i == 0 else cell.rjust(widths[i])
+                          for i, cell in enumerate(line))  # fmt: skip
+        text.append("  ".join([name, *numbers]).rstrip())
+    return "\n".join([*text, *(f"  {line}" for line in errors(table))])
+
+
+def as_markdown(table: Table) -> str:
+    if table.skipped is not None:
+        return f"Skipped: {table.skipped}."
+    head = [
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|" + "--:|" * (len(COLUMNS) - 1),
+    ]
+    body = ["| " + " | ".join(cells(row, table.trains_alike(row))) + " |" for row in table.rows]
+    notes = [f"- {line}" for line in errors(table)]
+    return "\n".join([*head, *body, *([""] if notes else []), *notes])
+
+
+def errors(table: Table) -> list[str]:
+    return [f"{row.method}: {row.error}" for row in table.rows if row.error is not None]
+
+
+def changes(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
+    """Where a ratio to DDP is another by 5 %, and the quartiles of both runs do not overlap."""
+    known = {(t.workload, t.ranks, t.wire): t for t in before}
+    found = []
+    for table in after:
+        old = known.get((table.workload, table.ranks, table.wire))
+        for row in table.rows if old is not None else ():
+            was = old.row(row.method) if old is not None else None
+            if was is None or was.of_ddp is None or row.of_ddp is None:
+                continue
+            apart = row.of_ddp.low > was.of_ddp.high or row.of_ddp.high < was.of_ddp.low
+            if apart and abs(row.of_ddp.middle / was.of_ddp.middle - 1) > 0.05:
+                where = f"{table.workload}, {table.ranks} ranks, {table.wire}"
+                ratio = f"{was.of_ddp.middle:.2f} -> {row.of_ddp.middle:.2f} of DDP"
+                found.append(f"{where}: {row.method}: {ratio}")
+    return found
+
+
+# ---------------------------------------------------------------------- pictures
+
+_ROW, _BAR, _TOP = 24, 12, 58
+_NAMES, _PANEL, _GAP, _MARGIN = 232, 320, 66, 46
+
+_STYLE = """
+  text { font: 12px system-ui, sans-serif; fill: #24292f; }
+  .small { font-size: 11px; fill: #57606a; }
+  .head { font-weight: 600; }
+  .axis { stroke: #d0d7de; }
+  .one { stroke: #57606a; stroke-dasharray: 3 3; }
+  .spread { stroke: #24292f; stroke-width: 1.5; }
+  .peer { fill: #8c959f; }
+  .ours { fill: #1f7a5c; }
+  .reference { fill: #57606a; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3; }
+    .small { fill: #9198a1; }
+    .axis { stroke: #3d444d; }
+    .one { stroke: #9198a1; }
+    .spread { stroke: #e6edf3; }
+    .peer { fill: #656c76; }
+    .ours { fill: #3fb68b; }
+    .reference { fill: #9198a1; }
+  }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    value: float
+    label: str
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    bars: Sequence[Bar]
+    mark: float | None = None  # a dashed line, "as much as DDP"
+
+    @property
+    def longest(self) -> float:
+        return 1.05 * max([bar.high or bar.value for bar in self.bars] + [self.mark or 0.0])
+
+
+def picture(table: Table) -> str:
+    """Step time and peak memory of all methods that ran; shorter is better."""
+    rows = [row for row in table.rows if row.of_ddp is not None]
+    times = [
+        Bar(row.of_ddp.middle, f"{row.of_ddp.middle:.2f}", row.of_ddp.low, row.of_ddp.high)
+        for row in rows
+        if row.of_ddp is not None
+    ]
+    peaks = [Bar(row.peak / MB, f"{row.peak / MB:.0f}") for row in rows]
+    panels = [
+        Panel("time of a step / DDP's, and quartiles", times, mark=1.0),
+        Panel("peak memory of a rank, MB", peaks, mark=_of_ddp(rows)),
+    ]
+    return _svg(table.heading, rows, panels)
+
+
+def _of_ddp(rows: Sequence[Row]) -> float | None:
+    return next((row.peak / MB for row in rows if row.method == "DDP"), None)
+
+
+def _svg(title: str, rows: Sequence[Row], panels: Sequence[Panel]) -> str:
+    width = _NAMES + len(panels) * _PANEL + (len(panels) - 1) * _GAP + _MARGIN
+    height = _TOP + _ROW * len(rows) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">',
+        f"<style>{_STYLE}</style>",
+        f'<text x="0" y="16" class="head">{escape(title)}</text>',
+    ]
+    for number, row in enumerate(rows):
+        y = _TOP + _ROW * number + _BAR
+        weight = ' class="head"' if row.method.startswith("onecopy") else ""
+        parts.append(
+            f'<text x="{_NAMES - 10}" y="{y}" text-anchor="end"{weight}>{escape(row.method)}</text>'
+        )
+    for number, panel in enumerate(panels):
+        parts += _panel(panel, rows, _NAMES + number * (_PANEL + _GAP))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(panel: Panel, rows: Sequence[Row], left: int) -> list[str]:
+    scale = _PANEL / panel.longest if panel.longest else 0.0
+    bottom = _TOP + _ROW * len(rows)
+    parts = [
+        f'<text x="{left}" y="40" class="small">{escape(panel.title)}</text>',
+        f'<line class="axis" x1="{left}" x2="{left}" y1="{_TOP - 6}" y2="{bottom}"/>',
+    ]
+    for number, (row, bar) in enumerate(zip(rows, panel.bars, strict=True)):
+        y = _TOP + _ROW * number
+        length = bar.value * scale
+        end = (bar.high or bar.value) * scale
+        parts.append(
+            f'<rect class="{_kind(row)}" x="{left}" y="{y}" width="{length:.1f}" '
+            f'height="{_BAR + 2}" rx="2"><title>{escape(row.method)}: {bar.label}</title></rect>'
+        )
+        if bar.low is not None and bar.high is not None:
+            middle = y + _BAR // 2 + 1
+            parts.append(
+                f'<line class="spread" x1="{left + bar.low * scale:.1f}" '
+                f'x2="{left + bar.high * scale:.1f}" y1="{middle}" y2="{middle}"/>'
+            )
+        parts.append(
+            f'<text class="small" x="{left + max(length, end) + 6:.1f}" y="{y + _BAR}">'
+            f"{bar.label}</text>"
+        )
+    if panel.mark is not None:
+        x = left + panel.mark * scale
+        parts.append(f'<line class="one" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{bottom}"/>')
+    return parts
+
+
+def _kind(row: Row) -> str:
+    if row.method.startswith("onecopy"):
+        return "ours"
+    return "reference" if row.method == "DDP" else "peer"
+
+
+# ---------------------------------------------------------------------- the page
 
 _DOCS = Path(__file__).parents[1] / "docs"
 PAGE = _DOCS / "benchmarks.md"
 README = _DOCS.parent / "README.md"
-_BEGIN, _END = "<!-- make bench writes this table -->\n", "<!-- end of the table -->\n"
+_TABLE_BEGIN, _TABLE_END = "<!-- make bench writes this table -->\n", "<!-- end of the table -->\n"
 PICTURES = _DOCS / "benchmarks"
 JSON = PICTURES / "bench.json"
 
@@ -75,7 +291,7 @@ def write(
     PICTURES.mkdir(parents=True, exist_ok=True)
     for old in PICTURES.glob("*.svg"):
         old.unlink()
-    sections = [_OPENING, _machine(description), _goals(verdicts(tables))]
+    sections = [_OPENING, _machine(description), _goals(goal_results(tables))]
     sections += [f"## The tables\n\n{MEANING[0].upper()}{MEANING[1:]}\n"]
     sections += [_section(table) for table in tables]
     if other:
@@ -83,9 +299,9 @@ def write(
     PAGE.write_text("\n".join(sections))
     if headline is None:
         return
-    before, rest = README.read_text().split(_BEGIN)
-    _, after = rest.split(_END)
-    README.write_text(f"{before}{_BEGIN}{summary(headline)}{_END}{after}")
+    before, rest = README.read_text().split(_TABLE_BEGIN)
+    _, after = rest.split(_TABLE_END)
+    README.write_text(f"{before}{_TABLE_BEGIN}{summary(headline)}{_TABLE_END}{after}")
 
 
 def summary(tables: Sequence[Table]) -> str:
@@ -104,13 +320,13 @@ def summary(tables: Sequence[Table]) -> str:
         found = [each for each in (table.row(row.method) for table in shown) if each is not None]
         if len(found) < len(shown):
             continue
-        ratios = [_ratio(each) for each in found]
+        ratios = [_median(each) for each in found]
         peak = f"{row.peak / MB:.0f}" if row.error is None else ""
         lines.append("| " + " | ".join([row.method, *ratios, peak]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _ratio(row: Row) -> str:
+def _median(row: Row) -> str:
     if row.error is not None:
         return "did not run"
     return "" if row.of_ddp is None else f"{row.of_ddp.middle:.2f}"
@@ -122,16 +338,16 @@ def _machine(description: Mapping[str, str]) -> str:
     return f"## The machine\n\n{table}\n"
 
 
-def _goals(found: Sequence[Verdict]) -> str:
+def _goals(found: Sequence[GoalResult]) -> str:
     lines = ["| | where | goal | measured | |", "|---|---|--:|--:|---|"]
-    for verdict in found:
-        measured = "" if verdict.measured is None else f"{verdict.measured:.3f}"
+    for result in found:
+        measured = "" if result.measured is None else f"{result.measured:.3f}"
         lines.append(
-            f"| {verdict.claim} | {verdict.where} | {verdict.limit:g} | {measured} | "
-            f"{_outcome(verdict)} |"
+            f"| {result.claim} | {result.where} | {result.limit:g} | {measured} | "
+            f"{_outcome(result)} |"
         )
-    reached = [verdict for verdict in found if verdict.holds]
-    missed = [verdict for verdict in found if not verdict.holds]
+    reached = [result for result in found if result.holds]
+    missed = [result for result in found if not result.holds]
     close = [sum(v.is_close for v in some) for some in (reached, missed)]
     return (
         "## Goals\n\nRatios that must not be exceeded; medians are judged. Of those that are close the "
@@ -141,11 +357,11 @@ def _goals(found: Sequence[Verdict]) -> str:
     )
 
 
-def _outcome(verdict: Verdict) -> str:
-    if verdict.measured is None:
+def _outcome(result: GoalResult) -> str:
+    if result.measured is None:
         return "did not run"
-    missed = f"missed by {verdict.measured - verdict.limit:.3f}"
-    return ("reached" if verdict.holds else missed) + (", close" if verdict.is_close else "")
+    missed = f"missed by {result.measured - result.limit:.3f}"
+    return ("reached" if result.holds else missed) + (", close" if result.is_close else "")
 
 
 def _section(table: Table) -> str:
@@ -162,4 +378,7 @@ def _section(table: Table) -> str:
 
 
 def _cost(cost: Cost) -> str:
-    return f"### {cost.title}\n\n{costs.as_markdown(cost)}\n"
+    rule = "|---|" + "--:|" * (len(cost.columns) - 1)
+    head, *rows = ["| " + " | ".join(line) + " |" for line in (cost.columns, *cost.rows)]
+    table = "\n".join([head, rule, *rows])
+    return f"### {cost.title}\n\n{table}\n"

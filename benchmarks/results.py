@@ -1,22 +1,25 @@
-"""What a benchmark found: records, and the ratios that are drawn from them. No processes here.
+"""Results of a benchmark: records of measurements, ratios of times, and goals.
 
-Times are compared within a round, in which every method has had its turn on the same machine in the
-same minute; the median of these ratios and their quartiles are what is shown.
+Times are compared within a round, in which every method trains on the same machine in the same
+minute. Shown are the median of these ratios and their quartiles. A goal is a ratio that our modes
+must not exceed, in tables that it names; a short run, which has fewer tables, checks fewer goals.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from methods import DDP, METHODS, TORCHS
 
 ENOUGH_FOR_QUARTILES = 5
 
 
-class Turn(NamedTuple):
-    """A turn of one rank: means over its steps."""
+class Measurement(NamedTuple):
+    """A round of one rank: means over its steps."""
 
     seconds: float
     forward: float
@@ -59,7 +62,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method on one workload, or why there is nothing to tell."""
+    """One method on one workload, or the error for which it did not run."""
 
     method: str
     error: str | None = None
@@ -105,23 +108,23 @@ class Table:
 
 @dataclass(slots=True)
 class Samples:
-    """What one method has done so far, by round and rank."""
+    """What was measured of one method, by round and rank."""
 
-    rounds: list[list[Turn]] = field(default_factory=list)
+    rounds: list[list[Measurement]] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     construction: float = 0.0
     error: str | None = None
 
     def add(self, other: Samples) -> None:
-        """The same method in another heat. Memory and construction are of one heat, as of others:
-        else the references alone would have the worst of several."""
+        """Add the same method in another group. Memory and construction stay those of one group, as
+        for other methods: else only the references would have the worst of several."""
         self.rounds += other.rounds
         self.memory = self.memory or other.memory
         self.construction = self.construction or other.construction
         self.error = self.error or other.error
 
     def seconds(self) -> list[float]:
-        return [max(turn.seconds for turn in ranks) for ranks in self.rounds]
+        return [max(measured.seconds for measured in ranks) for ranks in self.rounds]
 
     def phases(self) -> Phases:
         def slowest(name: str) -> float:
@@ -149,7 +152,7 @@ def row_of(method: str, own: Samples, ddp: Samples, torchs: Samples, hosts: int)
         of_torch=ratios(own, torchs),
         phases=own.phases(),
         sent=own.sent(hosts),
-        loss=statistics.mean(turn.loss for turn in last),
+        loss=statistics.mean(measured.loss for measured in last),
         state=max(memory.state for memory in own.memory),
         gradients=max(memory.gradients for memory in own.memory),
         peak=max(memory.peak for memory in own.memory),
@@ -158,7 +161,7 @@ def row_of(method: str, own: Samples, ddp: Samples, torchs: Samples, hosts: int)
 
 
 def ratios(own: Samples, other: Samples) -> Spread | None:
-    """Of the times of a step, round by round."""
+    """The ratios of the times of a step, round by round."""
     if other.error is not None:
         return None
     pairs = zip(own.seconds(), other.seconds(), strict=True)
@@ -195,3 +198,124 @@ def _row_from_json(record: Mapping[str, Any]) -> Row:
     phases = None if record["phases"] is None else Phases(**record["phases"])
     spreads = {name: spread(name) for name in ("seconds", "of_ddp", "of_torch")}
     return Row(**{**record, **spreads, "phases": phases})
+
+
+# ---------------------------------------------------------------------- goals
+
+ATTACHED = "onecopy attached"
+LAZY = "onecopy attached, lazy gather"
+DROP_IN = "onecopy"
+TO_DDP = "onecopy attached to DDP"
+NARROW = "onecopy attached, bf16 wire"
+TCP = "onecopy attached, all through TCP"
+_PEERS = [m.name for m in METHODS.values() if m.project in ("deepspeed", "fairscale")]
+PEERS = [*_PEERS, "FSDP2", "FSDP2, no resharding"]
+
+
+@dataclass(frozen=True, slots=True)
+class GoalResult:
+    claim: str
+    where: str
+    limit: float
+    measured: float | None  # None: our mode did not run
+    spread: Spread | None = None  # of the measured one, if it is a ratio of times
+
+    @property
+    def holds(self) -> bool:
+        return self.measured is not None and self.measured <= self.limit
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the limit is within the spread, so that another run may say otherwise."""
+        return self.spread is not None and self.spread.low <= self.limit < self.spread.high
+
+
+def goal_results(tables: Sequence[Table]) -> list[GoalResult]:
+    return [result for table in tables if table.rows for result in _Goals(table).all()]
+
+
+@dataclass(slots=True)
+class _Goals:
+    table: Table
+    found: list[GoalResult] = field(default_factory=list)
+
+    def all(self) -> list[GoalResult]:
+        table = self.table
+        on_loopback = table.wire == "loopback"
+        if on_loopback:
+            is_imbalanced = (_imbalance(table) or 1.0) > 1.1
+            self.check(DROP_IN, "/ torch's class", 0.95 if is_imbalanced else 1.0, _of_torch)
+        if table.workload in ("gpt", "gpt-short"):
+            limit = {"gpt": 0.93, "gpt-short": 0.85}[table.workload] if on_loopback else 0.70
+            if on_loopback or table.wire.endswith(" 1 Gbit/s"):
+                for method in (ATTACHED, LAZY):
+                    self.check(method, "/ DDP", 1.0, _of_ddp)
+                    self.check(method, "/ torch's class", limit, _of_torch)
+        if table.workload == "tiny":
+            for method in (DROP_IN, ATTACHED, LAZY, TO_DDP):
+                self.check(method, "/ DDP", 1.1, _of_ddp)
+        peers = [row for row in table.rows if row.method in PEERS and table.trains_alike(row)]
+        times = {row.method: row.of_ddp.middle for row in peers if row.of_ddp is not None}
+        if times:
+            fastest = min(times, key=times.__getitem__)
+            for method in (DROP_IN, ATTACHED, LAZY, TO_DDP):
+                what = f"/ {fastest}, the fastest of {len(times)} peers"
+                self.check(method, what, 1.0, lambda row: _relative(row, times[fastest]))
+        peaks = {row.method: row.peak for row in table.rows if self._keeps_whole(row)}
+        if peaks:
+            leanest = min(peaks, key=peaks.__getitem__)
+            what = f"peak memory / {leanest}, the lowest of {len(peaks)} that keep whole parameters"
+            self.check(ATTACHED, what, 1.0, lambda row: row.peak / peaks[leanest])
+        ddp = table.row(DDP)
+        # Muon's tensors stay whole, so there an even share cannot be had.
+        if ddp is not None and ddp.state and table.workload != "muon":
+            ideal = ddp.state / table.ranks
+            for method in (DROP_IN, ATTACHED):
+                what = "state of the fullest rank / ideal"
+                self.check(method, what, 1.001, lambda row: row.state / ideal)
+        return self.found
+
+    def _keeps_whole(self, row: Row) -> bool:
+        """Whether it is another project's, and comparable with those of ours that do."""
+        method = METHODS[row.method]
+        is_other = method.keeps_whole_parameters and method.project != "onecopy"
+        return is_other and row.error is None and self.table.trains_alike(row)
+
+    def check(
+        self,
+        method: str,
+        what: str,
+        limit: float,
+        measure: Callable[[Row], float | Spread | None],
+    ) -> None:
+        """A mode that did not run has missed its goal; one that was left out has none."""
+        table, row = self.table, self.table.row(method)
+        if row is None:
+            return
+        measured = measure(row) if row.error is None else None
+        if row.error is not None or measured is not None:
+            where = f"{table.workload}, {table.ranks} ranks, {table.wire}"
+            spread = measured if isinstance(measured, Spread) else None
+            middle = measured.middle if isinstance(measured, Spread) else measured
+            self.found.append(GoalResult(f"{method} {what}", where, limit, middle, spread))
+
+
+def _of_ddp(row: Row) -> Spread | None:
+    return row.of_ddp
+
+
+def _of_torch(row: Row) -> Spread | None:
+    return row.of_torch
+
+
+def _relative(row: Row, other: float) -> Spread | None:
+    """The times of a method, by those of one that has this ratio to DDP."""
+    return None if row.of_ddp is None else Spread(*(each / other for each in row.of_ddp))
+
+
+def _imbalance(table: Table) -> float | None:
+    """State of the fullest rank over the ideal, of torch's class."""
+    ddp, torchs = table.row(DDP), table.row(TORCHS)
+    if ddp is None or torchs is None or not ddp.state or torchs.error is not None:
+        return None
+    return torchs.state / (ddp.state / table.ranks)

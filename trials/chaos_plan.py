@@ -1,4 +1,4 @@
-"""Who is killed when: a function of the seed."""
+"""Which rank of a job is killed at which call: a function of the seed."""
 
 from __future__ import annotations
 
@@ -25,98 +25,96 @@ SAVES, LOADS = zip(*WAYS.values(), strict=True)
 
 
 class Site(NamedTuple):
-    """A moment inside a phase: just before or after a call."""
+    """A moment in a phase of training: just before or after a call."""
 
     phase: str
     when: str
-    function: str  # "Class.method" or "module.function", the owner one of OWNERS
-    calls: int = 1  # the kill falls at one of so many
+    path: str  # of the function: "module:Class.method" or "module:function"
+    calls: int = 1  # the kill is at one of the first so many
     only_rank_0: bool = False
     not_rank_0: bool = False
     needs_others: bool = False  # is never met on one rank
     only_at_first: bool = False  # is met for certain in the first step of a life only
 
+    @property
+    def function(self) -> str:
+        """As the kill is named: "Class.method" or "module.function"."""
+        module, _, name = self.path.partition(":")
+        return name if "." in name else f"{module.rpartition('.')[2]}.{name}"
+
     def __str__(self) -> str:
         return f"{self.when} {self.function}"
 
 
-# The import paths of the owners. `Gradients` is chaos_worker.py's own.
-OWNERS = {
-    "AdamW": "torch.optim:AdamW",
-    "DefaultSavePlanner": "torch.distributed.checkpoint:DefaultSavePlanner",
-    "Exchange": "onecopy.exchange:Exchange",
-    "FileSystemReader": "torch.distributed.checkpoint:FileSystemReader",
-    "FileSystemWriter": "torch.distributed.checkpoint:FileSystemWriter",
-    "Gatherer": "onecopy.gatherer:Gatherer",
-    "Loan": "onecopy.neighbours:Loan",
-    "Path": "pathlib:Path",
-    "Reader": "onecopy.reader:Reader",
-    "ShardedState": "onecopy.stateful:ShardedState",
-    "Transport": "onecopy.transport:Transport",
-    "Writer": "onecopy.writer:Writer",
-    "full_state": "onecopy.full_state",
-    "keeping": "onecopy.keeping",
-    "loading": "onecopy.loading",
-    "os": "os",
-    "saving": "onecopy.saving",
-    "state": "onecopy.state",
-    "torch": "torch",
-}
-ANY = Site("any", "some time after", "my_samples")
+class Gradients:
+    """chaos_worker.py calls `arrive` for each gradient."""
+
+    @staticmethod
+    def arrive(_: object) -> None: ...
+
+
+def _lending(when: str, path: str, only_at_first: bool = False) -> Site:
+    return Site("lending", when, path, 6, needs_others=True, only_at_first=only_at_first)
+
+
+DCP = "torch.distributed.checkpoint"
+ANY = Site("any", "some time after", "elastic:my_samples")
 SITES = (
-    Site("backward", "after", "Gradients.arrive", calls=6),
-    Site("step", "before", "AdamW.step", calls=6),
-    Site("step", "after", "AdamW.step", calls=6),
-    Site("gather", "before", "Gatherer.start", calls=6),
-    Site("gather", "after", "Gatherer.start", calls=6),
-    Site("gather", "before", "Gatherer.wait", calls=6),
-    Site("lending", "before", "Transport.wait_until_read", calls=6, needs_others=True),
-    Site("lending", "after", "Transport.lend", calls=6, needs_others=True),
-    Site("lending", "before", "Loan.arrive", calls=6, needs_others=True),
-    Site("lending", "after", "Loan.arrive", calls=6, needs_others=True),
-    # A gather remembers where it has read.
-    Site("lending", "before", "Loan.tensor", calls=6, needs_others=True, only_at_first=True),
-    Site("lending", "after", "Loan.tensor", calls=6, needs_others=True, only_at_first=True),
-    Site("lending", "before", "Loan.give_back", calls=6, needs_others=True),
-    Site("lending", "after", "Loan.give_back", calls=6, needs_others=True),
-    Site("save", "before", "torch.save", only_rank_0=True),
-    Site("save", "after", "Writer.append", calls=6),
-    Site("save", "before", "os.fsync", calls=3),
-    Site("save", "before", "Exchange.report"),
-    Site("save", "before", "Exchange.answer"),
-    Site("save", "before", "saving.write_metadata", only_rank_0=True),
-    Site("save", "after", "saving.write_metadata", only_rank_0=True),
-    Site("save", "before", "Path.rename", calls=2, only_rank_0=True),
-    Site("save", "after", "Path.rename", calls=2, only_rank_0=True),
-    Site("save", "before", "os.rmdir", calls=2, only_rank_0=True),
-    Site("load", "before", "torch.load"),
-    Site("load", "after", "torch.load"),
-    Site("load", "after", "Reader.fill", calls=6),
-    Site("load", "before", "Exchange.report"),
-    Site("load", "before", "Exchange.answer"),
-    Site("load", "before", "loading.load_into"),
-    Site("load", "after", "loading.load_into"),
-    Site("full save", "before", "full_state.consolidate"),
-    Site("full save", "before", "state.send_tensors", calls=2, not_rank_0=True, needs_others=True),
-    Site("full save", "after", "state.receive_tensors", calls=2, only_rank_0=True),
-    Site("full save", "after", "full_state.consolidate"),
-    Site("full save", "before", "torch.save", only_rank_0=True),
-    Site("full save", "after", "torch.save", only_rank_0=True),
-    Site("full save", "before", "Path.rename", calls=2, only_rank_0=True),
-    Site("full save", "after", "Path.rename", calls=2, only_rank_0=True),
-    Site("full load", "after", "torch.load"),
-    Site("full load", "after", "keeping.load"),
-    Site("dcp save", "before", "DefaultSavePlanner.create_local_plan"),
-    Site("dcp save", "before", "DefaultSavePlanner.create_global_plan", only_rank_0=True),
-    Site("dcp save", "before", "FileSystemWriter.write_data"),
-    Site("dcp save", "after", "FileSystemWriter.write_data"),
-    Site("dcp save", "before", "FileSystemWriter.finish", only_rank_0=True),
-    # The first of a save gives the metadata its name.
-    Site("dcp save", "before", "Path.rename", calls=3, only_rank_0=True),
-    Site("dcp save", "after", "Path.rename", calls=3, only_rank_0=True),
-    Site("dcp load", "before", "FileSystemReader.read_data"),
-    Site("dcp load", "before", "ShardedState.load_state_dict"),
-    Site("dcp load", "after", "keeping.load"),
+    Site("backward", "after", "chaos_plan:Gradients.arrive", calls=6),
+    Site("step", "before", "torch.optim:AdamW.step", calls=6),
+    Site("step", "after", "torch.optim:AdamW.step", calls=6),
+    Site("gather", "before", "onecopy.gatherer:Gatherer.start", calls=6),
+    Site("gather", "after", "onecopy.gatherer:Gatherer.start", calls=6),
+    Site("gather", "before", "onecopy.gatherer:Gatherer.wait", calls=6),
+    _lending("before", "onecopy.transport:Transport.wait_until_read"),
+    _lending("after", "onecopy.transport:Transport.lend"),
+    _lending("before", "onecopy.neighbours:Loan.arrive"),
+    _lending("after", "onecopy.neighbours:Loan.arrive"),
+    # An all-gather reads from the same address in later steps.
+    _lending("before", "onecopy.neighbours:Loan.tensor", only_at_first=True),
+    _lending("after", "onecopy.neighbours:Loan.tensor", only_at_first=True),
+    _lending("before", "onecopy.neighbours:Loan.give_back"),
+    _lending("after", "onecopy.neighbours:Loan.give_back"),
+    Site("save", "before", "torch:save", only_rank_0=True),
+    Site("save", "after", "onecopy.writer:Writer.append", calls=6),
+    Site("save", "before", "os:fsync", calls=3),
+    Site("save", "before", "onecopy.exchange:Exchange.report"),
+    Site("save", "before", "onecopy.exchange:Exchange.answer"),
+    Site("save", "before", "onecopy.saving:write_metadata", only_rank_0=True),
+    Site("save", "after", "onecopy.saving:write_metadata", only_rank_0=True),
+    Site("save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    Site("save", "after", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    Site("save", "before", "os:rmdir", calls=2, only_rank_0=True),
+    Site("load", "before", "torch:load"),
+    Site("load", "after", "torch:load"),
+    Site("load", "after", "onecopy.reader:Reader.fill", calls=6),
+    Site("load", "before", "onecopy.exchange:Exchange.report"),
+    Site("load", "before", "onecopy.exchange:Exchange.answer"),
+    Site("load", "before", "onecopy.loading:load_into"),
+    Site("load", "after", "onecopy.loading:load_into"),
+    Site("full save", "before", "onecopy.full_state:consolidate"),
+    Site(
+        "full save", "before", "onecopy.state:send_tensors", 2, not_rank_0=True, needs_others=True
+    ),
+    Site("full save", "after", "onecopy.state:receive_tensors", calls=2, only_rank_0=True),
+    Site("full save", "after", "onecopy.full_state:consolidate"),
+    Site("full save", "before", "torch:save", only_rank_0=True),
+    Site("full save", "after", "torch:save", only_rank_0=True),
+    Site("full save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    Site("full save", "after", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    Site("full load", "after", "torch:load"),
+    Site("full load", "after", "onecopy.keeping:load"),
+    Site("dcp save", "before", f"{DCP}:DefaultSavePlanner.create_local_plan"),
+    Site("dcp save", "before", f"{DCP}:DefaultSavePlanner.create_global_plan", only_rank_0=True),
+    Site("dcp save", "before", f"{DCP}:FileSystemWriter.write_data"),
+    Site("dcp save", "after", f"{DCP}:FileSystemWriter.write_data"),
+    Site("dcp save", "before", f"{DCP}:FileSystemWriter.finish", only_rank_0=True),
+    # The first call of a save renames the metadata.
+    Site("dcp save", "before", "pathlib:Path.rename", calls=3, only_rank_0=True),
+    Site("dcp save", "after", "pathlib:Path.rename", calls=3, only_rank_0=True),
+    Site("dcp load", "before", f"{DCP}:FileSystemReader.read_data"),
+    Site("dcp load", "before", "onecopy.stateful:ShardedState.load_state_dict"),
+    Site("dcp load", "after", "onecopy.keeping:load"),
     ANY,
     ANY,
     ANY,
@@ -124,46 +122,46 @@ SITES = (
 PHASES = tuple(dict.fromkeys(site.phase for site in SITES))
 
 
-class Hand(NamedTuple):
-    """What a job is given."""
+class JobSites(NamedTuple):
+    """How a job saves and loads, and the sites at which its ranks are killed."""
 
     way: str
     sites: tuple[Site, ...]
 
 
-HANDS_OF = {"own": 5, "full": 3, "dcp": 3}
+JOBS_OF_WAY = {"own": 5, "full": 3, "dcp": 3}
 
 
-def _deal() -> tuple[Hand, ...]:
-    """All sites, five to a hand: those of a way to its own hands, the others where there is room.
-    Hands of a way are as far from one another as can be."""
+def _distribute() -> tuple[JobSites, ...]:
+    """All sites, five to a job: those of a way to jobs that save in that way, the others where jobs
+    have room. Jobs of one way are as far from one another as possible."""
     of_ways = {way: [s for s in SITES if s.phase in phases] for way, phases in WAYS.items()}
     others = itertools.cycle(s for s in SITES if s.phase not in (*SAVES, *LOADS))
-    hands = []
-    for way, count in HANDS_OF.items():
+    jobs = []
+    for way, count in JOBS_OF_WAY.items():
         room = count * KILLS_A_JOB - len(of_ways[way])
         sites = _spread([*of_ways[way], *itertools.islice(others, room)])
         for number in range(count):
-            hand = Hand(way, sites[number * KILLS_A_JOB : (number + 1) * KILLS_A_JOB])
-            hands.append(((number + 0.5) / count, hand))
-    return tuple(hand for _, hand in sorted(hands, key=lambda place: place[0]))
+            job = JobSites(way, sites[number * KILLS_A_JOB : (number + 1) * KILLS_A_JOB])
+            jobs.append(((number + 0.5) / count, job))
+    return tuple(job for _, job in sorted(jobs, key=lambda place: place[0]))
 
 
 def _spread(sites: Sequence[Site]) -> tuple[Site, ...]:
-    """The same, with those of a phase as far from one another as can be."""
+    """The same sites, with those of a phase as far from one another as possible."""
     of_phase = {p: [site for site in sites if site.phase == p] for p in PHASES}
     places = [((n + 0.5) / len(of), site) for of in of_phase.values() for n, site in enumerate(of)]
     return tuple(site for _, site in sorted(places, key=lambda place: place[0]))
 
 
-# One for each job, and over again. Their number has no divisor in common with those of modes and
-# sizes, so that other seeds bring other combinations.
-HANDS = _deal()
+# Job after job takes the next ones, and then the first ones again. Their number has no divisor in
+# common with those of modes and sizes, so that other seeds give other combinations.
+SITES_OF_JOBS = _distribute()
 
-_WHILE_THE_FIRST_WAITS = ("Writer.append", "os.fsync", "Exchange.report")
-# Where the second machine is lost; one after the other.
-OF_MACHINES: tuple[tuple[Site, ...], ...] = (
-    tuple(s for s in SITES if s.phase == "save" and s.function in _WHILE_THE_FIRST_WAITS),
+_WHILE_RANK_0_WAITS = ("Writer.append", "os.fsync", "Exchange.report")
+# Where the second machine is lost, by trial.
+MACHINE_SITES: tuple[tuple[Site, ...], ...] = (
+    tuple(s for s in SITES if s.phase == "save" and s.function in _WHILE_RANK_0_WAITS),
     tuple(s for s in SITES if s.phase == "lending" and not s.only_at_first),
     tuple(s for s in SITES if s.phase in ("backward", "step", "gather")),
     tuple(s for s in SITES if s.phase == "full save" and s.when == "before" and not s.only_rank_0),
@@ -173,16 +171,16 @@ OF_MACHINES: tuple[tuple[Site, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that happens in a job; a function of its seed and of the number of kills."""
+    """All settings of a job; a function of its seed and of the number of kills."""
 
     seed: int
     mode: str
     launches: tuple[tuple[int, int], ...]  # (ranks, kills); the last one goes on to the end
-    kills: dict[str, dict[str, Any]]  # by life
+    kills: dict[str, dict[str, Any]]  # by attempt
     on_machines: bool = False  # one for each rank
     way: str = "own"  # to save and to load
-    lends: bool = True  # two machines do so too if they are one in truth: then they notice a loss
-    # by themselves, while torchrun tells the ranks of one agent
+    lends: bool = True  # ranks read in each other's memory. Two "machines" can do so, too: they are
+    # one, and notice a loss by themselves, while torchrun tells the ranks of one agent
 
     def __str__(self) -> str:
         sizes = " then ".join(str(ranks) for ranks, _ in self.launches)
@@ -195,8 +193,8 @@ def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     mode = MODES[seed % len(MODES)]
     ranks, *fewer = SIZES[seed % len(SIZES)]
     ends_alone = fewer == [1]
-    way, hand = HANDS[seed % len(HANDS)]
-    sites = list(hand[:kills])
+    way, job = SITES_OF_JOBS[seed % len(SITES_OF_JOBS)]
+    sites = list(job[:kills])
     rng.shuffle(sites)
     sites.sort(key=lambda site: ends_alone and not site.needs_others)
     first = next((number for number, site in enumerate(sites) if _may_come_first(site)), None)
@@ -223,18 +221,18 @@ def _may_come_first(site: Site) -> bool:
 
 
 def lost_machine(seed: int) -> Plan:
-    """The second machine goes, and nobody tells the first."""
+    """A job whose second machine is lost, of which nobody tells the first."""
     rng = random.Random(seed)
-    sites = OF_MACHINES[seed % len(OF_MACHINES)]
-    turn = seed // len(OF_MACHINES)
+    sites = MACHINE_SITES[seed % len(MACHINE_SITES)]
+    turn = seed // len(MACHINE_SITES)
     site = sites[turn % len(sites)]
-    # In drop-in mode the first may wait in DDP, whose errors name nobody; in a save it does not.
+    # In drop-in mode rank 0 may wait in DDP, whose errors name no rank; in a save it does not.
     others = () if site.phase in SAVES else ("drop-in",)
     modes = [mode for mode in MODES if mode not in (*KEEPS_ITS_RANKS, *others)]
     order = {**_order(rng, site, 2, is_first=True), "announcer": 1, "victim": 1}
     return Plan(
         seed,
-        modes[(turn + seed % len(OF_MACHINES)) % len(modes)],
+        modes[(turn + seed % len(MACHINE_SITES)) % len(modes)],
         ((2, 1),),
         {"0.0": {**order, "with_agent": True}},
         on_machines=True,
@@ -244,8 +242,8 @@ def lost_machine(seed: int) -> Plan:
 
 
 def _order(rng: random.Random, site: Site, ranks: int, is_first: bool) -> dict[str, Any]:
-    """The kill falls at the `call`-th call of the site, counted from the `visit`-th visit of its
-    phase on; in the phase "any", `delay` steps after that visit began."""
+    """The kill is at the `call`-th call of the site, counted from the `visit`-th beginning of its
+    phase; in the phase "any", `delay` steps after that beginning."""
     of_saves, of_steps = rng.randint(1, 2) + is_first, rng.randint(2, 8) + SAVE_EVERY * is_first
     visit = of_saves if site.phase in SAVES else 1 if site.phase in LOADS else of_steps
     return {

@@ -1,13 +1,13 @@
-"""One rank of a job that is to be killed: `examples/elastic.py`, which announces where it is.
+"""One rank of a job: `examples/elastic.py`, with hooks at the sites at which a rank is killed.
 
-    torchrun ... chaos_worker.py JOB train LAUNCH     somebody is killed as JOB/orders.json says
-    torchrun ... chaos_worker.py JOB replay ORDERS    from kept checkpoints again, undisturbed
+    torchrun ... chaos_worker.py JOB train LAUNCH     train; JOB/orders.json says who is killed when
+    torchrun ... chaos_worker.py JOB replay ORDERS    train again from kept checkpoints
 
-Each start of the processes is a *life*, named by launch and restart ("0.2"). Every rank writes what
-it did to JOB/lives/LIFE-RANK.jsonl: its pid, where it resumed, every loss to the bit, every save
-that returned. The checkpoint from which a life resumes is kept in JOB/kept/LIFE.
+Each start of the processes is an attempt, named by launch and restart ("0.2"). Every rank writes to
+JOB/attempts/ATTEMPT-RANK.jsonl: its pid, the step at which it resumed, every loss to the bit, every
+save that returned. The checkpoint from which an attempt resumes is kept in JOB/kept/ATTEMPT.
 
-`chaos.py` gives the orders, and reads all this.
+chaos.py writes the orders, starts torchrun, and reads these files.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import json
 import os
-import pkgutil
 import shutil
 import signal
 import sys
@@ -30,23 +30,65 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import elastic
 import torch
 import torch.distributed as dist
-from chaos_plan import OWNERS, SITES, WAYS, Site
-from chaos_ways import elastic, take
-from torch import Tensor, nn
+import torch.distributed.checkpoint as dcp
+from chaos_plan import SITES, WAYS, Gradients, Site
+from inside import share_memory_from
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import onecopy
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from inside import share_memory_from
-
 RANK = int(os.environ["RANK"])
-GROUP_TIMEOUT = timedelta(minutes=15)  # nobody may need it: the trial's own limit is shorter
+GROUP_TIMEOUT = timedelta(minutes=15)  # longer than chaos.py waits: a job that needs it hangs
 MANY_BUCKETS = 0.008  # MiB: about ten
+
+
+# ------------------------------------ saving and loading ------------------------------------
+
+# Acts on the directory of a checkpoint, on all ranks. When `write` returns on rank 0, all of the
+# checkpoint is on the disk; examples/elastic.py then renames the directory.
+Act = Callable[[Path, nn.Module, onecopy.ZeroRedundancyOptimizer], None]
+
+
+def write_full(saving: Path, net: nn.Module, optimizer: onecopy.ZeroRedundancyOptimizer) -> None:
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        saving.mkdir(parents=True, exist_ok=True)
+        with open(saving / "full.pt", "wb") as file:
+            torch.save({"model": net.state_dict(), "optim": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_full(path: Path, net: nn.Module, optimizer: onecopy.ZeroRedundancyOptimizer) -> None:
+    found = torch.load(path / "full.pt", weights_only=True)
+    net.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optim"])
+
+
+def write_by_dcp(saving: Path, net: nn.Module, optimizer: onecopy.ZeroRedundancyOptimizer) -> None:
+    dcp.save({"model": net.state_dict(), "optim": optimizer.sharded(net)}, checkpoint_id=saving)
+
+
+def read_by_dcp(path: Path, net: nn.Module, optimizer: onecopy.ZeroRedundancyOptimizer) -> None:
+    dcp.load({"model": net.state_dict(), "optim": optimizer.sharded(net)}, checkpoint_id=path)
+
+
+SAVE_AND_LOAD: dict[str, tuple[Act, Act]] = {
+    "own": (elastic.write, elastic.read),
+    "full": (write_full, read_full),
+    "dcp": (write_by_dcp, read_by_dcp),
+}
+
+
+# ---------------------------------------- modes ----------------------------------------
 
 
 def bare(net: nn.Module) -> nn.Module:
@@ -67,39 +109,29 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Gradients:
-    """Has a call for each gradient that arrives."""
-
-    @staticmethod
-    def arrive(_: Tensor) -> None: ...
+# ---------------------------------------- kills ----------------------------------------
 
 
-owners: dict[str, Any] = {
-    **{name: pkgutil.resolve_name(path) for name, path in OWNERS.items()},
-    "Gradients": Gradients,
-}
+class RankLog:
+    """Writes what this rank does to a file, which is complete when the rank is killed."""
 
-
-class Diary:
-    """What this rank did, in a file that survives it."""
-
-    def __init__(self, job: Path, life: str) -> None:
-        self.path = job / "lives" / f"{life}-{RANK}.jsonl"
+    def __init__(self, job: Path, attempt: str) -> None:
+        self.path = job / "attempts" / f"{attempt}-{RANK}.jsonl"
         self._file = self.path.open("a", buffering=1)
 
     def write(self, **what: Any) -> None:
         self._file.write(json.dumps({"time": time.time(), **what}) + "\n")
 
 
-class Executioner:
-    """Kills the rank that the order names, when the announcing rank is where the order says: see
-    `chaos_plan.py`. An order that cannot be carried out before the training ends is dropped, and
-    missed by who gave it."""
+class Killer:
+    """Kills the victim of an order when this rank, the announcer, reaches the site of the order
+    (see chaos_plan.py). An order whose site is not reached before the training ends is dropped;
+    chaos.py counts that as a failure."""
 
-    def __init__(self, order: dict[str, Any] | None, diary: Diary, victim_diary: Path) -> None:
+    def __init__(self, order: dict[str, Any] | None, log: RankLog, victim_log: Path) -> None:
         self._order = order
-        self._diary = diary
-        self._victim_diary = victim_diary
+        self._log = log
+        self._victim_log = victim_log
         self._visits: Counter[str] = Counter()
         self._inside: Counter[str] = Counter()
         self._calls = 0
@@ -108,8 +140,8 @@ class Executioner:
         self._lock = threading.Lock()  # the timer has a thread of its own
 
     def begin_step(self) -> None:
-        """What has no end of its own goes on for as long as the training does: with lazy gathers,
-        a bucket may arrive in the next forward."""
+        """Phases without an end of their own last as long as the training: with lazy gathers, a
+        bucket may arrive in the next forward."""
         last, self._step_began = self._step_began, time.monotonic()
         for phase in ("any", "gather", "lending"):
             self._visits[phase] += 1
@@ -120,7 +152,7 @@ class Executioner:
             self._timer.start()
 
     @contextlib.contextmanager
-    def visiting(self, phase: str) -> Iterator[None]:
+    def in_phase(self, phase: str) -> Iterator[None]:
         self._visits[phase] += 1
         self._inside[phase] += 1
         try:
@@ -135,7 +167,7 @@ class Executioner:
                 self._kill()
 
     def finish(self) -> None:
-        """Nobody is killed any more: that would be survived by everybody."""
+        """Kill nobody after the training: the job would not notice."""
         with self._lock:
             self._order = None
         if self._timer:
@@ -151,8 +183,8 @@ class Executioner:
             order, self._order = self._order, None
             if order is None:
                 return
-            victim = json.loads(self._victim_diary.read_text().split("\n", 1)[0])
-            self._diary.write(
+            victim = json.loads(self._victim_log.read_text().split("\n", 1)[0])
+            self._log.write(
                 killed=order["victim"],
                 phase=order["phase"],
                 where=order["site"],
@@ -163,42 +195,48 @@ class Executioner:
             os.kill(victim["pid"], signal.SIGKILL)
 
 
-def announce(executioner: Executioner, diary: Diary, kept: Path, way: str) -> None:
-    """Put the announcements around what is to be announced."""
+def install_hooks(killer: Killer, log: RankLog, kept: Path, way: str) -> None:
+    """Wrap the functions of all sites and the phases, and the save and resume of the example."""
     phase_of_saves, phase_of_loads = WAYS[way]
-    announce_sites(dict.fromkeys(SITES), executioner.at)
-    visiting = executioner.visiting
-    _visited(torch.Tensor, "backward", lambda: visiting("backward"))
-    _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: visiting("step"))
-    _around(elastic, "my_samples", executioner.begin_step, _nothing)
+    hook_sites(dict.fromkeys(SITES), killer.at)
+    in_phase = killer.in_phase
+    _visited(torch.Tensor, "backward", lambda: in_phase("backward"))
+    _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: in_phase("step"))
+    _around(elastic, "my_samples", killer.begin_step, _nothing)
     save, resume = elastic.save, elastic.resume
 
     def saved(directory: Path, step: int, *args: Any) -> None:
-        diary.write(saving=step)
-        with visiting(phase_of_saves):
+        log.write(saving=step)
+        with in_phase(phase_of_saves):
             save(directory, step, *args)
-        diary.write(saved=step)
+        log.write(saved=step)
 
     def resumed(directory: Path, *args: Any) -> int:
         found = elastic.complete(directory)
         if RANK == 0 and found:  # files of a checkpoint never change, so links will do
             shutil.copytree(found[-1], kept / found[-1].name, copy_function=os.link)
-        with visiting(phase_of_loads) if found else contextlib.nullcontext():
+        with in_phase(phase_of_loads) if found else contextlib.nullcontext():
             step = resume(directory, *args)
-        diary.write(resumed=step)
+        log.write(resumed=step)
         return step
 
     elastic.save, elastic.resume = saved, resumed
 
 
-def announce_sites(sites: Iterable[Site], at: Callable[[str, str], None]) -> None:
-    """Have each of them told by its phase and its name, whenever it is met in whatever phase."""
+def hook_sites(sites: Iterable[Site], at: Callable[[str, str], None]) -> None:
+    """Call `at(phase, name)` whenever a site is reached, in whatever phase."""
     for site in sites:
-        owner, _, name = site.function.partition(".")
-        if owner in owners:
+        if site.phase != "any":  # which a timer ends
             tell = functools.partial(at, site.phase, str(site))
             before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
-            _around(owners[owner], name, before, after)
+            _around(*owner_of(site), before, after)
+
+
+def owner_of(site: Site) -> tuple[Any, str]:
+    """The module or class of a site's function, and the name of the function in it."""
+    module, _, function = site.path.partition(":")
+    *classes, name = function.split(".")
+    return functools.reduce(getattr, classes, importlib.import_module(module)), name
 
 
 def _nothing() -> None: ...
@@ -229,7 +267,7 @@ def _visited(owner: Any, name: str, visit: Callable[[], Any]) -> None:
 
 
 def build_with(lazy: bool, **options: Any) -> None:
-    """Let the example build its optimizer so, and announce its gradients."""
+    """Let the example build its optimizer with these options, and call `Gradients.arrive`."""
 
     def built(params: Any, *args: Any, **kwargs: Any) -> Any:
         params = list(params)
@@ -249,51 +287,51 @@ def masters_of(mode: str) -> dict[str, Any]:
 
 def run_train(job: Path, launch: str) -> None:
     orders = json.loads((job / "orders.json").read_text())
-    life = f"{launch}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    diary = Diary(job, life)
-    diary.write(pid=os.getpid(), agent=os.getppid(), ranks=int(os.environ["WORLD_SIZE"]))
-    order = orders["kills"].get(life)
+    attempt = f"{launch}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    log = RankLog(job, attempt)
+    log.write(pid=os.getpid(), agent=os.getppid(), ranks=int(os.environ["WORLD_SIZE"]))
+    order = orders["kills"].get(attempt)
     mine = order if order and order["announcer"] == RANK else None
-    victim = diary.path.with_name(f"{life}-{order['victim']}.jsonl") if order else Path()
-    executioner = Executioner(mine, diary, victim)
-    take(orders["way"])
-    announce(executioner, diary, job / "kept" / life, orders["way"])
+    victim = log.path.with_name(f"{attempt}-{order['victim']}.jsonl") if order else Path()
+    killer = Killer(mine, log, victim)
+    elastic.write, elastic.read = SAVE_AND_LOAD[orders["way"]]
+    install_hooks(killer, log, job / "kept" / attempt, orders["way"])
     mode = orders["mode"]
     build_with(lazy=mode == "lazy", bucket_mb=MANY_BUCKETS, **masters_of(mode))
     if orders["lends"]:
         share_memory_from(1)
     else:
         os.environ["ONECOPY_SHARED_MEMORY"] = "0"
-    elastic.report = lambda step, loss: diary.write(step=step, loss=loss.item().hex())
+    elastic.report = lambda step, loss: log.write(step=step, loss=loss.item().hex())
     try:
         dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
-        diary.write(joined=True)
+        log.write(joined=True)
         steps, save_every = orders["steps"], orders["save_every"]
         elastic.train(job / "checkpoints", steps, save_every, **MODES[mode])
-        executioner.finish()
-        dist.barrier()  # else a victim might have left already
+        killer.finish()
+        dist.barrier()  # else a victim might already have ended
         dist.destroy_process_group()
-        diary.write(done=True)
+        log.write(done=True)
     except (Exception, CheckpointException):  # DCP's is no Exception
-        diary.write(error=traceback.format_exc())
+        log.write(error=traceback.format_exc())
         raise
 
 
 def run_replay(job: Path, orders: str) -> None:
-    """Train from each of the checkpoints in turn, and write down the losses. All in one bucket,
-    which is sent and awaited at once: that changes no bit."""
+    """Train from each of the checkpoints in turn, and write the losses. With one bucket, which is
+    sent and awaited at once: that changes no bit."""
     of_job = json.loads((job / "orders.json").read_text())
     mode = of_job["mode"]
-    take(of_job["way"])
+    elastic.write, elastic.read = SAVE_AND_LOAD[of_job["way"]]
     build_with(lazy=False, **masters_of(mode))
     os.environ["ONECOPY_SHARED_MEMORY"] = "0"
     elastic.save = lambda *_: None
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     for replay in json.loads((job / orders).read_text()):
-        diary = Diary(job, replay["name"])
-        elastic.report = lambda step, loss, to=diary: to.write(step=step, loss=loss.item().hex())
+        log = RankLog(job, replay["name"])
+        elastic.report = lambda step, loss, to=log: to.write(step=step, loss=loss.item().hex())
         elastic.train(job / replay["start"], replay["until"], replay["until"], **MODES[mode])
-        diary.write(done=True)
+        log.write(done=True)
     dist.destroy_process_group()
 
 

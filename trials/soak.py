@@ -1,19 +1,21 @@
-"""Load: ranks that outnumber the cores train for a long time, while everything happens to them.
+"""Soak: random operations on a training job for a long time, compared with an unsharded reference.
 
     make soak                            # 30 minutes, 8 ranks
     make soak MINUTES=5 SEED=7 RANKS=4
 
-A soak is a row of voyages, each a training run from scratch in one of the cases of `soak_net.py`,
-whose order the seed decides. A voyage has six legs, in a short soak two. Each leg is a job with
-processes of its own, every other one on all ranks and those between on fewer, and starts from the
-checkpoint of the leg before; neighbours lend each other all parts, the larger ones, or none. All
-share two cores. Within a leg parameters are frozen and unfrozen, groups are added, gradients are
-accumulated, clipped and dropped, modes change, checkpoints are written and gone back to, and the
-job is copied, in an order that the seed decides. At every checkpoint and at the end of every leg it
-is compared, bit for bit, with a shadow: the same training by plain optimizers, unsharded.
+A soak is a sequence of runs. Each trains from scratch in one of the cases of soak_reference.py, in
+an order that the seed decides. A run has six segments, in a short soak two. A segment is a job
+with its own processes, which starts from the checkpoint of the segment before. Every other segment
+is on all ranks, those between are on fewer; ranks of one host read all parts in each other's
+memory, the larger parts, or none. All ranks share two cores.
 
-The exit code is 1 if anything differed, hung or raised, and the last lines say how to repeat it;
-also if something that should have happened in a long soak never did.
+Within a segment parameters are frozen and unfrozen, groups are added, gradients are accumulated,
+clipped and dropped, modes change, checkpoints are saved and loaded, and the optimizer is copied, in
+an order that the seed decides. At every checkpoint and at the end of every segment the job is
+compared, bit for bit, with a reference: the same training by plain optimizers, unsharded.
+
+The exit code is 1 if anything differed, hung or raised, or if an operation, mode or case was never
+met in a long soak. The last lines say how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -36,88 +38,93 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import harness
-from soak_checkpoints import WAYS
-from soak_job import LENT_FROM, MODES, Leg, Tally
-from soak_net import CASES
-from soak_operations import EVERY_OPERATION, sail
-from watchdog import FOREVER, verdict
+from soak_job import EVERY_OPERATION, MODES, SHARED_FROM, WAYS, Segment, Tally, run_segment
+from soak_reference import CASES
+from trial_common import JOB_TIMEOUTS, count_failures
 
-LEGS = 6  # of a voyage
-FEW_LEGS = 2  # of a voyage of a short soak, so that it meets more cases
+SEGMENTS = 6  # of a run
+FEW_SEGMENTS = 2  # of a run in a short soak, so that it meets more cases
 CORES = 2
 SHORT = 10.0  # minutes
-LONG = 20.0  # minutes in which everything has to happen
+LONG = 20.0  # minutes: a longer soak must meet everything
 
 
 @dataclass
 class Soak:
-    """What a soak is told, and what has become of it."""
+    """The settings of a soak, and its results."""
 
     seed: int
     ranks: int
-    rounds: int  # of an operation and a step, in a leg
+    rounds: int  # of a segment, each an operation and a step
     directory: Path
-    legs_each: int = LEGS  # legs of a voyage
+    segments_each: int = SEGMENTS  # of a run
     tally: Tally = field(default_factory=Tally)
     steps_on: Counter[int] = field(default_factory=Counter)  # by number of ranks
-    legs_of: Counter[str] = field(default_factory=Counter)  # by what they were about
-    legs: int = 0
-    voyages: int = 0
+    segments_about: Counter[str] = field(default_factory=Counter)  # by case, way, sharing
+    segments: int = 0
+    runs: int = 0
     changes: int = 0  # of the number of ranks
     failure: str = ""
 
-    def voyage(self, number: int) -> Iterator[tuple[int, Leg]]:
-        """The numbers of ranks and the legs of a voyage, which depend on the seed only."""
+    def plan(self, number: int) -> Iterator[tuple[int, Segment]]:
+        """The segments of a run, and on how many ranks each runs. They depend on the seed only."""
         draw = random.Random(f"{self.seed} {number}")
         around, place = divmod(number, len(CASES))
         case = random.Random(f"{self.seed} cases {around}").sample(list(CASES), len(CASES))[place]
-        directory = self.directory / f"voyage{number}"
+        directory = self.directory / f"run{number}"
         fewer = range(1, max(self.ranks, 2))
-        finds = None
-        for leg in range(self.legs_each):
-            leaves, lent_from = draw.choice(WAYS), draw.choice(LENT_FROM)
-            # Numbered through, so that no two legs of a soak draw the same operations.
-            of_all = number * self.legs_each + leg
-            ranks = self.ranks if leg % 2 == 0 else draw.choice(fewer)
-            told = (self.seed, of_all, case, self.rounds, directory, leaves, finds, lent_from)
-            yield ranks, Leg(*told)
-            finds = leaves
+        loads_by = None
+        for segment in range(self.segments_each):
+            saves_by, shared_from = draw.choice(WAYS), draw.choice(SHARED_FROM)
+            # Numbered over the whole soak, so that no two segments draw the same operations.
+            of_all = number * self.segments_each + segment
+            ranks = self.ranks if segment % 2 == 0 else draw.choice(fewer)
+            yield (
+                ranks,
+                Segment(
+                    self.seed, of_all, case, self.rounds, directory, saves_by, loads_by, shared_from
+                ),
+            )
+            loads_by = saves_by
 
-    def run(self, minutes: float, most_legs: float = float("inf")) -> None:
-        """Until the time is over, a number of legs is done, or one of them fails."""
+    def run(self, minutes: float, most_segments: float = float("inf")) -> None:
+        """Run segments until the time is over, a number of them is done, or one fails."""
         start = time.monotonic()
         for number in itertools.count():
-            self.voyages += 1
-            for ranks, leg in self.voyage(number):
-                self.changes += leg.finds is not None
-                self._show(ranks, leg, time.monotonic() - start)
+            self.runs += 1
+            for ranks, segment in self.plan(number):
+                self.changes += segment.loads_by is not None
+                self._show(ranks, segment, time.monotonic() - start)
                 try:
-                    results = harness.run_on_ranks(ranks, sail, leg, fresh=True, **FOREVER)
+                    results = harness.run_on_ranks(
+                        ranks, run_segment, segment, fresh=True, **JOB_TIMEOUTS
+                    )
                 except harness.RankFailure as failure:
                     self.failure = str(failure)
                     return
                 self.tally.add(results[0])
                 self.steps_on[ranks] += results[0].steps
-                self.legs_of.update(_about(leg))
-                self.legs += 1
-                if time.monotonic() - start > 60 * minutes or self.legs >= most_legs:
+                self.segments_about.update(_about(segment))
+                self.segments += 1
+                if time.monotonic() - start > 60 * minutes or self.segments >= most_segments:
                     return
-            shutil.rmtree(self.directory / f"voyage{number}")
+            shutil.rmtree(self.directory / f"run{number}")
 
-    def _show(self, ranks: int, leg: Leg, seconds: float) -> None:
+    def _show(self, ranks: int, segment: Segment, seconds: float) -> None:
         if sys.stderr.isatty():
-            line = f"{seconds / 60:.1f} min, leg {self.legs + 1}: {leg.case} on {ranks} ranks"
-            line += f", {self.tally.steps} steps, {self.tally.comparisons} comparisons"
+            line = (
+                f"{seconds / 60:.1f} min, segment {self.segments + 1}: {segment.case} on {ranks} "
+            )
+            line += f"ranks, {self.tally.steps} steps, {self.tally.comparisons} comparisons"
             print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
 
     def never_happened(self) -> list[str]:
-        """What a long soak must have met, and this one has not."""
-        modes = map(str, MODES)
-        abouts = [*CASES, *map(_left_by, WAYS), *map(_lending, LENT_FROM)]
+        """What a long soak must meet, and this one did not."""
+        abouts = [*CASES, *map(_saved_by, WAYS), *map(_sharing, SHARED_FROM)]
         expected = (
             (self.tally.operations, EVERY_OPERATION),
-            (self.tally.modes, modes),
-            (self.legs_of, abouts),
+            (self.tally.modes, map(str, MODES)),
+            (self.segments_about, abouts),
         )
         return [name for counted, names in expected for name in names if not counted[name]]
 
@@ -127,25 +134,25 @@ class Soak:
             f"operations: {_listed(tally.operations)}\n"
             f"steps by mode: {_listed(tally.modes)}\n"
             f"steps by number of ranks: {_listed(self.steps_on)}\n"
-            f"legs: {_listed(self.legs_of)}\n"
+            f"segments: {_listed(self.segments_about)}\n"
             f"soak: {minutes:.1f} minutes, {len(os.sched_getaffinity(0))} cores, "
-            f"{self.ranks} ranks at most, {self.voyages} voyages, "
-            f"{self.legs} legs, {self.changes} changes of world size, {tally.steps} steps, "
+            f"{self.ranks} ranks at most, {self.runs} runs, "
+            f"{self.segments} segments, {self.changes} changes of world size, {tally.steps} steps, "
             f"{sum(tally.operations.values())} operations, {tally.checkpoints} checkpoints, "
-            f"{tally.comparisons} comparisons: {verdict(self.failure)}"
+            f"{tally.comparisons} comparisons: {count_failures(self.failure)}"
         )
 
 
-def _about(leg: Leg) -> list[str]:
-    return [leg.case, _left_by(leg.leaves), _lending(leg.lent_from)]
+def _about(segment: Segment) -> list[str]:
+    return [segment.case, _saved_by(segment.saves_by), _sharing(segment.shared_from)]
 
 
-def _left_by(way: str) -> str:
-    return f"left by {way}"
+def _saved_by(way: str) -> str:
+    return f"saved by {way}"
 
 
-def _lending(lent_from: int) -> str:
-    return "lending nothing" if lent_from == sys.maxsize else f"lending from {lent_from} B"
+def _sharing(shared_from: int) -> str:
+    return "sharing nothing" if shared_from == sys.maxsize else f"sharing from {shared_from} B"
 
 
 def _listed(counts: Counter[Any]) -> str:
@@ -153,35 +160,38 @@ def _listed(counts: Counter[Any]) -> str:
 
 
 def share_cores(most: int = CORES) -> None:
-    """So many for all processes that are started from now on, however many the machine has."""
+    """Let all processes that are started from now on run on so many cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:most])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="train under load, beside an unsharded shadow")
+    parser = argparse.ArgumentParser(description="train under load, beside an unsharded reference")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
     parser.add_argument("--ranks", type=int, default=8, help="processes at most (8)")
     parser.add_argument("--seed", type=int, help="decides all that happens (a new one)")
-    parser.add_argument("--rounds", type=int, default=25, help="steps in a leg (25)")
-    parser.add_argument("--legs", type=int, help="end after so many legs, whatever the time")
-    parser.add_argument("--legs-each", type=int, help="legs of a voyage (6; 2 in a short soak)")
+    parser.add_argument("--rounds", type=int, default=25, help="steps in a segment (25)")
+    parser.add_argument("--segments", "--legs", type=int, help="end after so many segments")
+    parser.add_argument(
+        "--segments-each", "--legs-each", type=int, help="segments of a run (6; 2 in a short soak)"
+    )
     given = parser.parse_args()
     # Why: DDP warns on each rank where no parameter happens to be unused.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     share_cores()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"soak: seed {seed}, {given.minutes:g} minutes, up to {given.ranks} ranks", flush=True)
-    legs_each = given.legs_each or (FEW_LEGS if given.minutes < SHORT else LEGS)
+    segments_each = given.segments_each or (FEW_SEGMENTS if given.minutes < SHORT else SEGMENTS)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="onecopy-soak-") as directory:
-        soak = Soak(seed, given.ranks, given.rounds, Path(directory), legs_each)
+        soak = Soak(seed, given.ranks, given.rounds, Path(directory), segments_each)
         try:
-            soak.run(float("inf") if given.legs else given.minutes, given.legs or float("inf"))
+            minutes = float("inf") if given.segments else given.minutes
+            soak.run(minutes, given.segments or float("inf"))
         finally:
             harness.shutdown()
             if sys.stderr.isatty():
                 print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-    is_long = given.legs is None and given.minutes >= LONG
+    is_long = given.segments is None and given.minutes >= LONG
     if is_long and not soak.failure and (never := soak.never_happened()):
         soak.failure = f"never happened in {given.minutes:g} minutes: {', '.join(never)}"
     if soak.failure:
@@ -190,7 +200,8 @@ def main() -> int:
     if soak.failure:
         print(
             f"to repeat it: {sys.executable} {sys.argv[0]} --seed {seed} --ranks {given.ranks} "
-            f"--rounds {given.rounds} --legs-each {legs_each} --legs {soak.legs + 1}"
+            f"--rounds {given.rounds} --segments-each {segments_each} "
+            f"--segments {soak.segments + 1}"
         )
     return int(bool(soak.failure))
 

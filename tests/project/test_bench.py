@@ -1,4 +1,4 @@
-"""The benchmark of all peers: what it draws from its samples, and a short run with real teams."""
+"""The benchmark of all peers: what it draws from its samples, and a short run of processes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
-from goals import ATTACHED, TCP, verdicts
-from heats import REFERENCES, Course, Entry, run, take_turns
 from hosts import LOOPBACK, NoHosts, two_hosts
 from hypothesis import given
 from hypothesis import strategies as st
+from measure import (
+    REFERENCES,
+    Entry,
+    MethodFailed,
+    Setup,
+    alternate,
+    measure_groups,
+    start_workers,
+)
 from methods import DDP, METHODS, TORCHS
-from page import summary
-from plots import picture
-from results import Memory, Row, Samples, Spread, Table, Turn, row_of, table_from_json, to_json
-from tables import COLUMNS, as_markdown, as_text, cells, changes
-from teams import TeamFailed, team
+from page import COLUMNS, as_markdown, as_text, cells, changes, picture, summary
+from results import (
+    ATTACHED,
+    TCP,
+    Measurement,
+    Memory,
+    Row,
+    Samples,
+    Spread,
+    Table,
+    goal_results,
+    row_of,
+    table_from_json,
+    to_json,
+)
 from workloads import WORKLOADS
 
 BRIEF = dataclasses.replace(WORKLOADS["tiny"], steps=2)
@@ -27,8 +44,13 @@ BRIEF = dataclasses.replace(WORKLOADS["tiny"], steps=2)
 
 def samples(*seconds: float, sent: float = 0.0, state: int = 8, peak: int = 100) -> Samples:
     """Of two ranks, of which the second is slower."""
-    rounds = [[Turn(s / 2, 0.1, 0.2, 0.3, sent, 1.0), Turn(s, 0.1, 0.2, 0.4, sent, 2.0)]
-              for s in seconds]  # fmt: skip
+    rounds = [
+        [
+            Measurement(s / 2, 0.1, 0.2, 0.3, sent, 1.0),
+            Measurement(s, 0.1, 0.2, 0.4, sent, 2.0),
+        ]
+        for s in seconds
+    ]
     return Samples(rounds, [Memory(state, 4, peak), Memory(state - 1, 5, peak - 1)], 0.5)
 
 
@@ -115,26 +137,26 @@ def test_goals_are_judged_where_the_table_can_tell() -> None:
         row(DDP, 1.0, state=16, peak=200), row(TORCHS, 2.0, peak=150), row("onecopy", 2.2),
         row("onecopy attached", 0.8, peak=90), row("FSDP2", 2.0),
     )  # fmt: skip
-    found = {verdict.claim: verdict for verdict in verdicts([made])}
+    found = {result.claim: result for result in goal_results([made])}
     assert found["onecopy attached / DDP"].holds
     assert not found["onecopy / torch's class"].holds
     assert not found["onecopy / FSDP2, the fastest of 1 peers"].holds
     peak = f"onecopy attached peak memory / {TORCHS}, the lowest of 2 that keep whole parameters"
     assert found[peak].measured == 90 / 150
     assert found["onecopy state of the fullest rank / ideal"].measured == 1.0
-    assert verdicts([table(row(DDP, 1.0), wire="two hosts, 10 Gbit/s")]) == []
+    assert goal_results([table(row(DDP, 1.0), wire="two hosts, 10 Gbit/s")]) == []
 
 
 def test_a_peer_that_trains_something_else_is_marked_and_no_goal_is_judged_by_it() -> None:
     fast = dataclasses.replace(row("FSDP2", 0.1), loss=1.6)
     made = table(row(DDP, 1.0), row(TORCHS, 2.0), fast, row("onecopy", 1.1))
     assert "1.6000 !" in as_text(made)
-    assert not [v for v in verdicts([made]) if "FSDP2" in v.claim]
+    assert not [v for v in goal_results([made]) if "FSDP2" in v.claim]
 
 
 def test_a_goal_within_the_spread_is_close() -> None:
     wide = dataclasses.replace(row("onecopy attached", 0.9), of_ddp=Spread(0.8, 0.9, 1.1))
-    found = {v.claim: v for v in verdicts([table(row(DDP, 1.0), row(TORCHS, 2.0), wide)])}
+    found = {v.claim: v for v in goal_results([table(row(DDP, 1.0), row(TORCHS, 2.0), wide)])}
     assert found["onecopy attached / DDP"].holds
     assert found["onecopy attached / DDP"].is_close
     assert not found["onecopy attached / torch's class"].is_close
@@ -155,31 +177,31 @@ def test_the_readme_shows_the_methods_that_are_in_all_its_tables() -> None:
 
 def test_a_mode_that_did_not_run_has_missed_its_goals() -> None:
     made = table(row(DDP, 1.0), row(TORCHS, 2.0), Row("onecopy attached", error="it crashed"))
-    found = {verdict.claim: verdict for verdict in verdicts([made])}
+    found = {result.claim: result for result in goal_results([made])}
     assert not found["onecopy attached / DDP"].holds
     assert found["onecopy attached / DDP"].measured is None
 
 
-# ------------------------------------------------------------------ heats and teams
+# ------------------------------------------------------------------ groups and workers
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 64])
-def test_every_method_is_in_one_heat_and_the_references_in_all(ranks: int) -> None:
+def test_every_method_is_in_one_group_and_the_references_in_all(ranks: int) -> None:
     entries = [Entry(name, name) for name in METHODS]
-    heats = Course(WORKLOADS["gpt"], ranks, LOOPBACK, "loopback", 3).heats(entries)
-    others = [e.name for heat in heats for e in heat if e.name not in REFERENCES]
+    groups = Setup(WORKLOADS["gpt"], ranks, LOOPBACK, "loopback", 3).groups(entries)
+    others = [e.name for group in groups for e in group if e.name not in REFERENCES]
     assert sorted(others) == sorted(set(METHODS) - set(REFERENCES))
-    assert all(set(REFERENCES) <= {entry.name for entry in heat} for heat in heats)
+    assert all(set(REFERENCES) <= {entry.name for entry in group} for group in groups)
 
 
 def test_methods_train_to_the_same_loss_and_one_that_cannot_run_is_listed() -> None:
     lent, sent = "onecopy attached, lazy gather", "onecopy attached, all through TCP"
     names = [DDP, TORCHS, "DeepSpeed ZeRO-1", "onecopy", sent, lent]
-    course = Course(BRIEF, 2, LOOPBACK, "loopback", rounds=1)
+    setup = Setup(BRIEF, 2, LOOPBACK, "loopback", rounds=1)
     entries = [Entry(name, name) for name in names]
     ticks: list[str] = []
-    made = run(course, [entries], ticks.append)
-    assert len(ticks) == course.ticks([entries])
+    made = measure_groups(setup, [entries], ticks.append)
+    assert len(ticks) == setup.ticks([entries])
     ran = [each for each in made.rows if each.error is None]
     assert {round(each.loss, 5) for each in ran} == {round(ran[0].loss, 5)}
     failed = [each for each in made.rows if each.error is not None]
@@ -197,16 +219,19 @@ def test_methods_train_to_the_same_loss_and_one_that_cannot_run_is_listed() -> N
     assert attached.gradients <= 0.51 * ddp.gradients
 
 
-def test_a_team_whose_rank_dies_says_so() -> None:
-    with team(DDP, WORKLOADS["tiny"], 2) as found:
+def test_a_method_whose_rank_dies_says_so() -> None:
+    with start_workers(DDP, WORKLOADS["tiny"], 2) as found:
         os.kill(found.processes[1].pid, 9)
-        with pytest.raises(TeamFailed, match=r"rank 1 ended with exit code -9"):
-            found.answers(patience=60)
+        with pytest.raises(MethodFailed, match=r"rank 1 ended with exit code -9"):
+            found.answers(timeout=60)
 
 
-def test_a_team_that_does_not_answer_is_out() -> None:
-    with team(DDP, WORKLOADS["tiny"], 2) as found, pytest.raises(TeamFailed, match="within 1 s"):
-        found.answers(patience=1)
+def test_a_method_that_does_not_answer_is_left_out() -> None:
+    with (
+        start_workers(DDP, WORKLOADS["tiny"], 2) as found,
+        pytest.raises(MethodFailed, match="within 1 s"),
+    ):
+        found.answers(timeout=1)
 
 
 def between_two_hosts(ranks: int, *methods: str) -> dict[str, float]:
@@ -215,9 +240,9 @@ def between_two_hosts(ranks: int, *methods: str) -> dict[str, float]:
         pytest.skip("network namespaces need root, and iproute2")
     try:
         with two_hosts(gbit=1) as wire:
-            course = Course(BRIEF, ranks, wire, "two hosts", rounds=1)
+            setup = Setup(BRIEF, ranks, wire, "two hosts", rounds=1)
             entries = [Entry(name, name) for name in methods]
-            found = take_turns(course, entries, lambda _: None)
+            found = alternate(setup, entries, lambda _: None)
     except NoHosts as reason:
         pytest.skip(str(reason))
     assert {name: each.error for name, each in found.items() if each.error} == {}

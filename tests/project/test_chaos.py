@@ -10,13 +10,13 @@ import chaos
 import pytest
 import torch
 import torch.distributed as dist
-from chaos_job import Life, read_lives
+from chaos import Attempt, read_attempts
 from chaos_plan import (
-    HANDS,
     KEEPS_ITS_RANKS,
     MODES,
     SAVE_EVERY,
     SITES,
+    SITES_OF_JOBS,
     SIZES,
     STEPS,
     WAYS,
@@ -77,18 +77,16 @@ def test_every_site_of_a_way_is_met_where_the_plan_expects_it_and_what_was_saved
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(world.rank))  # torchrun sets it
-        from chaos_ways import WAYS as ACTS
-        from chaos_ways import elastic
-        from chaos_worker import announce_sites, owners
+        from chaos_worker import SAVE_AND_LOAD, elastic, hook_sites, owner_of
 
         sites = [site for site in SITES if site.phase in WAYS[way]]
         for site in sites:
-            owner, name = site.function.split(".")
-            patch.setattr(owners[owner], name, getattr(owners[owner], name))  # is put back
-        patch.setattr(elastic, "write", ACTS[way].write)
-        patch.setattr(elastic, "read", ACTS[way].read)
+            owner, name = owner_of(site)
+            patch.setattr(owner, name, getattr(owner, name))  # is put back
+        for name, act in zip(("write", "read"), SAVE_AND_LOAD[way], strict=True):
+            patch.setattr(elastic, name, act)
         met: set[tuple[str, str]] = set()
-        announce_sites(sites, lambda phase, site: met.add((phase, site)))
+        hook_sites(sites, lambda phase, site: met.add((phase, site)))
 
         net, optimizer = trained(world)
         elastic.save(tmp_path, 1, net, optimizer)
@@ -120,8 +118,8 @@ def train(world: World, net: nn.Module, optimizer: ZeroRedundancyOptimizer, step
     optimizer.step()
 
 
-def life(**what: Any) -> Life:
-    return Life(**{"name": "0.1", "ranks": 2, "joined": 2, "resumed": 8, **what})
+def attempt(**what: Any) -> Attempt:
+    return Attempt(**{"name": "0.1", "ranks": 2, "joined": 2, "resumed": 8, **what})
 
 
 LOST_PORT: dict[str, Any] = {"joined": 0, "resumed": None, "errors": {0: "EADDRINUSE"}}
@@ -130,43 +128,48 @@ KILLED: dict[str, Any] = {
 }
 
 
-def judged(directory: Path, lives: list[Life], code: int | None, **plan: Any) -> chaos.Job:
+def judged(directory: Path, attempts: list[Attempt], code: int | None, **plan: Any) -> chaos.Job:
     order = kill("save", "before torch.save", announcer=0, victim=1, visit=1)
     job = chaos.Job(
         Plan(0, "attached", ((2, 1),), {"0.0": order}, **plan), directory, chaos.Tally()
     )
-    job._judge_lives(lives, code)
+    job._check_attempts(attempts, code)
     return job
 
 
 @pytest.mark.parametrize(
-    ("lives", "expected"),
+    ("attempts", "expected"),
     [
-        ([life(name="0.0", saved=12), life()], "resumed at 8, 12 was complete"),
-        ([life(name="0.0", resumed=None, errors={1: "why"}), life()], "did not load:\nrank 1: why"),
-        ([life(name="0.0", errors={0: "why"}), life()], "0.0 ended by itself:\nrank 0: why"),
-        ([life(name="0.0", done=2), life()], "0.0 never came to a kill before torch.save"),
-        ([life(name="0.0"), life(done=1)], "0.1 did not come to its end"),
+        ([attempt(name="0.0", saved=12), attempt()], "resumed at 8, 12 was complete"),
         (
-            [life(name="0.0"), life(resumed=None, errors={1: "why"})],
+            [attempt(name="0.0", resumed=None, errors={1: "why"}), attempt()],
+            "did not load:\nrank 1: why",
+        ),
+        ([attempt(name="0.0", errors={0: "why"}), attempt()], "0.0 ended by itself:\nrank 0: why"),
+        ([attempt(name="0.0", done=2), attempt()], "0.0 never came to a kill before torch.save"),
+        ([attempt(name="0.0"), attempt(done=1)], "0.1 did not come to its end"),
+        (
+            [attempt(name="0.0"), attempt(resumed=None, errors={1: "why"})],
             "0.1 did not load:\nrank 1: why",
         ),
-        ([life(name="0.0")], "1 lives, torchrun ended with 1"),
-        ([], "0 lives, torchrun ended with 1"),
+        ([attempt(name="0.0")], "1 attempts, torchrun ended with 1"),
+        ([], "0 attempts, torchrun ended with 1"),
     ],
 )
-def test_what_goes_wrong_in_a_job_is_told(tmp_path: Path, lives: list[Life], expected: str) -> None:
-    job = judged(tmp_path, lives, code=1)
+def test_what_goes_wrong_in_a_job_is_told(
+    tmp_path: Path, attempts: list[Attempt], expected: str
+) -> None:
+    job = judged(tmp_path, attempts, code=1)
     assert any(expected in fault for fault in job.faults), job.faults
     assert job.tally.missed == 1
     assert job.tally.failures == len(job.faults) + 1
 
 
 def test_a_job_that_has_lost_its_port_is_still_judged(tmp_path: Path) -> None:
-    lost = life(name="0.0", **LOST_PORT)
-    assert not judged(tmp_path, [lost, life()], code=None).faults
-    earlier = life(name="0.-1", saved=12)
-    assert judged(tmp_path, [earlier, lost, life()], code=None).faults == [
+    lost = attempt(name="0.0", **LOST_PORT)
+    assert not judged(tmp_path, [lost, attempt()], code=None).faults
+    earlier = attempt(name="0.-1", saved=12)
+    assert judged(tmp_path, [earlier, lost, attempt()], code=None).faults == [
         "0.1 resumed at 8, 12 was complete"
     ]
 
@@ -184,8 +187,8 @@ def test_a_port_that_is_always_taken_ends_with_a_summary(monkeypatch: pytest.Mon
 
 def judged_survivor(directory: Path, said: str, phase: str = "save") -> chaos.Job:
     killed = {"kill": {**KILLED["kill"], "phase": phase}}
-    first = life(name="0.0", errors={0: said} if said else {}, **killed)
-    last = life(done=2, started=1.0, curves={0: {STEPS: (1.0).hex()}})
+    first = attempt(name="0.0", errors={0: said} if said else {}, **killed)
+    last = attempt(done=2, started=1.0, curves={0: {STEPS: (1.0).hex()}})
     return judged(directory, [first, last], code=0, on_machines=True)
 
 
@@ -243,17 +246,19 @@ def test_torchs_error_is_enough_out_of_dcps_save_alone_and_counted_apart(
 
 
 def test_a_checkpoint_is_complete_when_rank_0_says_so(tmp_path: Path) -> None:
-    (tmp_path / "lives").mkdir()
+    (tmp_path / "attempts").mkdir()
     for rank, step in ((0, 4), (1, 8)):
-        (tmp_path / "lives" / f"0.0-{rank}.jsonl").write_text(f'{{"saved": {step}}}\n')
-    assert read_lives(tmp_path)["0.0"].saved == 4
+        (tmp_path / "attempts" / f"0.0-{rank}.jsonl").write_text(f'{{"saved": {step}}}\n')
+    assert read_attempts(tmp_path)["0.0"].saved == 4
 
 
 def test_losses_that_differ_in_the_last_bit_are_told(tmp_path: Path) -> None:
     one, next_to_one = (1.0).hex(), (1.0 + 2**-52).hex()
     tally = chaos.Tally()
     job = chaos.Job(make_plan(0), tmp_path, tally)
-    job._compare(life(curves={0: {1: one, 2: one}}), life(curves={0: {1: one, 2: next_to_one}}))
+    job._compare(
+        attempt(curves={0: {1: one, 2: one}}), attempt(curves={0: {1: one, 2: next_to_one}})
+    )
     assert (tally.compared, tally.differing) == (2, 1)
     assert "first at step 2" in job.faults[0]
 
@@ -261,10 +266,10 @@ def test_losses_that_differ_in_the_last_bit_are_told(tmp_path: Path) -> None:
 def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     tally = chaos.Tally()
     job = chaos.Job(make_plan(0), tmp_path, tally)
-    broken, sound = life(curves={0: {1: "nan"}}), life(curves={0: {1: (1.0).hex()}})
+    broken, sound = attempt(curves={0: {1: "nan"}}), attempt(curves={0: {1: (1.0).hex()}})
     job._compare(broken, broken)
     assert (tally.compared, tally.differing) == (1, 1)
-    for ours, theirs in ((broken, sound), (sound, broken), (broken, broken), (sound, life())):
+    for ours, theirs in ((broken, sound), (sound, broken), (broken, broken), (sound, attempt())):
         job._compare_means(ours, theirs)
     assert (tally.means, tally.differing) == (4, 5)
     job._compare_means(sound, sound)
@@ -292,7 +297,9 @@ def test_plans_follow_from_the_seed_and_reach_every_site_and_mode(seed: int) -> 
         assert not plan.kills["0.0"]["phase"].endswith("load")
         assert not {order["phase"] for order in plan.kills.values()} & phases_of_others(plan.way)
         alone = [f"{n}." for n, (ranks, _) in enumerate(plan.launches) if ranks == 1]
-        of_one = [o["phase"] for life, o in plan.kills.items() if life.startswith(tuple(alone))]
+        of_one = [
+            o["phase"] for attempt, o in plan.kills.items() if attempt.startswith(tuple(alone))
+        ]
         assert "lending" not in of_one
     assert all(plan.on_machines for plan in of_machines)
     lost_in = {plan.kills["0.0"]["phase"]: plan.way for plan in of_machines}
@@ -313,7 +320,7 @@ def test_a_job_with_few_kills_has_a_plan(kills: int) -> None:
 
 def test_five_kills_with_a_new_seed_meet_a_save_and_other_sites_each_time() -> None:
     met: set[Any] = set()
-    for seed in range(len(HANDS)):
+    for seed in range(len(SITES_OF_JOBS)):
         (plan,) = make_plans(5, machines=0, seed=seed)
         orders = list(plan.kills.values())
         phases = {order["phase"] for order in orders}
@@ -329,7 +336,7 @@ def phases_of_others(way: str) -> set[str]:
 
 
 def test_every_job_of_a_row_may_be_in_every_mode_and_size() -> None:
-    assert math.gcd(len(HANDS), len(MODES)) == math.gcd(len(HANDS), len(SIZES)) == 1
+    assert math.gcd(len(SITES_OF_JOBS), len(MODES)) == math.gcd(len(SITES_OF_JOBS), len(SIZES)) == 1
 
 
 def losses_of_plain_ddp(

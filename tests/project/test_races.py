@@ -12,47 +12,62 @@ from unittest import mock
 
 import pytest
 import torch
-from equal_bits import count_of_different_elements, have_equal_bits
 from harness import RankFailure, World, run_on_ranks
-from inside import BEFORE_LAZY_FORWARD, take_first
-from race_courses import FEEDS, LENT_FROM, Course, courses, first_difference
-from race_delays import DELAYED, Delays
-from races import batches, race
+from inside import BEFORE_LAZY_FORWARD, CLAIM_BUCKET, take_first
+from races import (
+    DELAYED,
+    MODES,
+    SHARED_FROM,
+    Config,
+    Delays,
+    batches,
+    compare_runs,
+    configs,
+    first_difference,
+)
+from trial_common import count_of_different_elements, have_equal_bits
 
+from onecopy import ZeroRedundancyOptimizer
 from onecopy.flights import Flights
 from onecopy.gatherer import Gatherer
 from onecopy.lanes import Lane
 from onecopy.neighbours import Loan, Neighbourhood
+from onecopy.transport import Transport
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_delays_change_no_bit(ranks: int, tmp_path: Path) -> None:
-    chosen = itertools.islice(courses(), 3 * (ranks - 2), 3 * (ranks - 1))
+    chosen = itertools.islice(configs(), 3 * (ranks - 2), 3 * (ranks - 1))
     runs = [
-        (100 * ranks + number, replace(course, lent_from=lent_from))
-        for number, (course, lent_from) in enumerate(zip(chosen, LENT_FROM, strict=True))
+        (100 * ranks + number, replace(config, shared_from=shared_from))
+        for number, (config, shared_from) in enumerate(zip(chosen, SHARED_FROM, strict=True))
     ]
-    slept = run_on_ranks(ranks, race, runs, tmp_path, **PATIENCE)
+    slept = run_on_ranks(ranks, compare_runs, runs, tmp_path, **PATIENCE)
     assert all(count > 20 for count in slept), slept
 
 
-def test_courses_take_every_way_there_is() -> None:
-    found = list(courses())
-    assert {course.feed for course in found} == set(FEEDS)
-    assert sum(course.saves for course in found) > len(found) // 5
-    assert sum(course.lazy for course in found) > len(found) // 5
+def test_configurations_take_every_way_there_is() -> None:
+    found = list(configs())
+    assert {config.mode for config in found} == set(MODES)
+    assert sum(config.saves for config in found) > len(found) // 5
+    assert sum(config.lazy for config in found) > len(found) // 5
     for runs in (20, 100):
         assert {size for size, _ in batches(1, runs)} == {2, 3, 4}
-    assert [course for _, batch in batches(1, 3) for _, course in batch] != [
-        course for _, batch in batches(2, 3) for _, course in batch
+    assert [config for _, batch in batches(1, 3) for _, config in batch] != [
+        config for _, batch in batches(2, 3) for _, config in batch
     ]
     seeds = [seed for _, batch in batches(7, 50) for seed, _ in batch]
     assert seeds == list(range(7, 57))
-    lent = Counter((size, c.lent_from) for size, batch in batches(7, 180) for _, c in batch)
-    assert set(lent) == set(itertools.product((2, 3, 4), LENT_FROM))
+    lent = Counter((size, c.shared_from) for size, batch in batches(7, 180) for _, c in batch)
+    assert set(lent) == set(itertools.product((2, 3, 4), SHARED_FROM))
     assert min(lent.values()) > 10
+
+
+def test_what_communicates_holds_gradients_or_is_a_hook_is_delayed() -> None:
+    hooks = {BEFORE_LAZY_FORWARD[0], CLAIM_BUCKET[0], ZeroRedundancyOptimizer}
+    assert hooks | {Flights, Gatherer, Lane, Loan, Neighbourhood, Transport} <= set(DELAYED)
 
 
 def test_everything_is_as_before_when_the_delays_are_over() -> None:
@@ -66,12 +81,12 @@ def test_everything_is_as_before_when_the_delays_are_over() -> None:
 
 
 def race_with_a_fault(
-    world: World, runs: list[tuple[int, Course]], directory: Path, fault: str
+    world: World, runs: list[tuple[int, Config]], directory: Path, fault: str
 ) -> None:
     with contextlib.ExitStack() as stack:
         for patch in FAULTS[fault]:
             stack.enter_context(mock.patch.object(*patch))
-        race(world, runs, directory)
+        compare_runs(world, runs, directory)
 
 
 def do_nothing(*_: Any) -> None:
@@ -116,18 +131,18 @@ FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("fault", "feed"),
+    ("fault", "mode"),
     [("a forward does not wait", "bare"), ("a bucket is not awaited", "ddp")],
 )
-def test_a_wait_that_is_missing_is_found(fault: str, feed: str, tmp_path: Path) -> None:
-    course = Course(feed, "SGD", lazy=True, small_buckets=True)
-    runs = [(seed, course) for seed in range(5)]
+def test_a_wait_that_is_missing_is_found(fault: str, mode: str, tmp_path: Path) -> None:
+    config = Config(mode, "SGD", lazy=True, small_buckets=True)
+    runs = [(seed, config) for seed in range(5)]
     with pytest.raises(RankFailure, match="Difference: "):
         run_on_ranks(3, race_with_a_fault, runs, tmp_path, fault, **PATIENCE)
 
 
 @pytest.mark.parametrize(
-    ("fault", "ranks", "feed"),
+    ("fault", "ranks", "mode"),
     [
         ("a lender does not wait", 4, "bare"),
         ("a loan is given back too early", 2, "drop-in"),
@@ -135,11 +150,11 @@ def test_a_wait_that_is_missing_is_found(fault: str, feed: str, tmp_path: Path) 
     ],
 )
 def test_memory_that_is_written_while_others_read_it_is_found(
-    fault: str, ranks: int, feed: str, tmp_path: Path
+    fault: str, ranks: int, mode: str, tmp_path: Path
 ) -> None:
-    lent_from = 64 if "sent" in fault else 1
-    course = Course(feed, "SGD", small_buckets=True, lent_from=lent_from)
-    runs = [(seed, course) for seed in range(30)]
+    shared_from = 64 if "sent" in fault else 1
+    config = Config(mode, "SGD", small_buckets=True, shared_from=shared_from)
+    runs = [(seed, config) for seed in range(30)]
     with pytest.raises(RankFailure, match="Difference: "):
         run_on_ranks(ranks, race_with_a_fault, runs, tmp_path, fault, **PATIENCE)
 
