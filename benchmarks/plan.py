@@ -35,7 +35,7 @@ import torch.distributed as dist
 from costs import Cost, report
 
 from onecopy import ParamSpec, is_elementwise, make_plan
-from onecopy.presets import PRESETS, Shapes, numels
+from onecopy.tools.models import PRESETS, Shapes, numels
 
 
 def specs_of(shapes: Shapes) -> list[ParamSpec]:
@@ -54,8 +54,8 @@ def timed_plan(shapes: Shapes, world: int) -> tuple[int, int, float, float]:
     start = time.perf_counter()
     made = make_plan(specs, world)
     planned = time.perf_counter()
-    pieces = list(made.pieces(world - 1))
-    return len(made.buckets), len(pieces), planned - start, time.perf_counter() - planned
+    shards = list(made.shards(world - 1))
+    return len(made.buckets), len(shards), planned - start, time.perf_counter() - planned
 
 
 def peak_memory(shapes: Shapes, world: int) -> int:
@@ -73,9 +73,9 @@ def show_time(file: str | None) -> None:
     for name in TIMED_MODELS:
         shapes = PRESETS[name]()
         for world in TIMED_RANKS:
-            buckets, pieces, to_plan, to_list = timed_plan(shapes, world)
+            buckets, shards, to_plan, to_list = timed_plan(shapes, world)
             peak = peak_memory(shapes, world) / 2**20
-            counts = (world, len(shapes), buckets, pieces)
+            counts = (world, len(shapes), buckets, shards)
             seconds = (f"{to_plan:.2f} s", f"{to_list:.2f} s")
             rows.append((name, *(f"{count:,}" for count in counts), *seconds, f"{peak:.1f} MB"))
     columns = ("model", "ranks", "tensors", "buckets", "pieces", "to plan", "to list", "memory")
@@ -160,11 +160,11 @@ def bits_after(
     """The values after a few steps on pieces that end at ``cuts`` and at the end."""
     whole = values.clone()
     lengths = [b - a for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    pieces = [torch.nn.Parameter(piece) for piece in whole.split(lengths)]
-    optimizer = cls(pieces, lr=0.01, **options)
+    shards = [torch.nn.Parameter(shard) for shard in whole.split(lengths)]
+    optimizer = cls(shards, lr=0.01, **options)
     for grad in grads:
-        for piece, part in zip(pieces, grad.split(lengths), strict=True):
-            piece.grad = part
+        for shard, part in zip(shards, grad.split(lengths), strict=True):
+            shard.grad = part
         optimizer.step()
     return whole.view(BITS[whole.itemsize])  # bits, because NaN is not equal to itself
 

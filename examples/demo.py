@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.cli import main as onecopy_command
+from onecopy.tools.cli import main as onecopy_command
 
 SEED = 0
 TEXT_BYTES = 2_000_000

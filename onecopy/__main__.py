@@ -2,7 +2,7 @@
 
 import sys
 
-from onecopy.cli import main
+from onecopy.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,49 +10,185 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from onecopy.agreement import agree
-from onecopy.attaching import Attaches
-from onecopy.checking import Checks
-from onecopy.checks import check_environment, check_options, check_switches, checks_steps
-from onecopy.condition import Condition
-from onecopy.full_state import FullState
-from onecopy.growing import Grows
-from onecopy.inner import OwnedState, Replay
-from onecopy.intake import (
-    first_device,
-    take_in,
+from onecopy.checkpoint.dcp import ShardedState
+from onecopy.checkpoint.full_state import (
+    FullState,
+    Loadable,
+    adopt_state,
+    check_state_dict,
+    compare_masters,
+    load_masters,
+    sample_lines,
+    with_ranks_told,
 )
-from onecopy.join import Party, Turn, lend_gradients
-from onecopy.joining import Joins
-from onecopy.keeping import KeepsState
-from onecopy.local import GradientsOf, LocalOptimizer, of_the_parameters
-from onecopy.policies import Policies
-from onecopy.reporting import Reports
-from onecopy.roster import plan_to_extend
-from onecopy.shards import Shards
-from onecopy.tally import in_one_line
-from onecopy.torch_private import is_table_of_hooks, join_config
-from onecopy.tracing import Traced, Tracing
-from onecopy.transport import Transport
+from onecopy.checkpoint.load import (
+    LoadReport,
+    load_checkpoint,
+    options_from,
+    require_all_in,
+    require_same_groups,
+)
+from onecopy.checkpoint.save import require_name, save_checkpoint
+from onecopy.checkpoint.state import (
+    StateView,
+    beginnings,
+    checkpoint_names,
+    describe_names,
+    names_not_begun,
+    without,
+)
+from onecopy.checks.corruption_check import CorruptionCheck, counters
+from onecopy.checks.replica_check import Evidence, require_equal_replicas
+from onecopy.comm.agreement import RanksDisagree, require_agreement, same_outcome
+from onecopy.comm.group import RankGroup
+from onecopy.comm.monitor import GroupMonitor
+from onecopy.comm.stats import CommStats, Order, Traced, Tracer, comm_stats
+from onecopy.gradients.attachment import Attachment, require_attachable, send_from_first_rank
+from onecopy.gradients.hooks import require_hookable
+from onecopy.gradients.join import (
+    JoinRound,
+    OptimizerJoinHook,
+    Turn,
+    find_round,
+    follow_lender,
+    lend_gradients,
+    same_call,
+)
+from onecopy.gradients.reducer import GradientsDropped
+from onecopy.planning.layout import in_layout_of, is_dense
+from onecopy.planning.param_groups import (
+    MASTER,
+    GroupPolicy,
+    ParamRegistry,
+    PartitionPolicy,
+    as_groups,
+    as_number,
+    check_environment,
+    check_options,
+    check_switches,
+    check_tensors,
+    checks_steps,
+    empty_plan,
+    first_device,
+    take_groups,
+)
+from onecopy.planning.plan import Plan
+from onecopy.planning.sizes import MemoryReport, plan_summary
+from onecopy.planning.text import plural, shown
+from onecopy.planning.traits import NOT_OPTIONS, options_of, tensors_in
+from onecopy.sharding.fingerprints import ODD, fingerprint
+from onecopy.sharding.inner import (
+    GradientsOf,
+    InnerOptimizers,
+    OwnedState,
+    RunClosure,
+    of_the_parameters,
+)
+from onecopy.sharding.parameter_changes import names_in
+from onecopy.sharding.sharded_params import ShardedParams, StepPhase, StepStatus
+from onecopy.torch_private import (
+    AskedByGradScaler,
+    is_table_of_hooks,
+    join_config,
+    leave_join,
+    load_state_dict_hooks,
+    state_dict_hooks,
+)
 from onecopy.version import __version__
 
+
+def report_on(sharded_params: ShardedParams, attachment: Attachment | None) -> MemoryReport:
+    params = sharded_params.registry.params
+    staging = sharded_params.all_gathers.staged_bytes
+    gradients, ddp_buckets = _nbytes(p.grad for p in params if p.grad is not None), 0
+    if attachment is not None:
+        gradients += attachment.reducer.roadway.slot_bytes + attachment.reducer.accumulated_bytes
+        staging += attachment.reducer.roadway.staged_bytes
+        ddp_buckets = attachment.hooks.foreign_bytes
+    return MemoryReport(
+        parameters=_nbytes(params),
+        gradients=gradients,
+        state=_state_bytes(sharded_params),
+        master_copies=_nbytes(o.tensor for o in sharded_params.local.shards if o.has_master),
+        staging=staging,
+        ddp_buckets=ddp_buckets,
+    )
+
+
+def _state_bytes(sharded_params: ShardedParams) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for state in sharded_params.local.state.values():
+        entries: Mapping[Any, Any] = state if isinstance(state, Mapping) else {"other": state}
+        for key, value in entries.items():
+            found[str(key)] = found.get(str(key), 0) + _nbytes(tensors_in(value))
+    return {key: count for key, count in sorted(found.items()) if count}
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _gradient_of(param: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    """A gradient in words, and the tensors to take a fingerprint of, values first."""
+    grad = param.grad
+    if grad is None:
+        return "no gradient", []
+    if grad.layout is torch.strided:
+        laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+        return "a gradient, fingerprint ", [laid_out]
+    if grad.layout is torch.sparse_coo:
+        rows = grad.coalesce()
+        return "a sparse gradient, fingerprint ", [
+            rows.values().contiguous(),
+            rows.indices().contiguous(),
+        ]
+    return f"a gradient in {grad.layout}", []
+
+
+def _level_of_user() -> int:
+    """The ``stacklevel`` with which the caller's warning names the line of the user that led to
+    it: a step may be called through profiler hooks, schedulers and scalers of torch."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and _is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("onecopy", "torch")
+
+
 logger = logging.getLogger("onecopy")
+
+# How methods of an attachment are called by the user.
+_LOOKS = {
+    "clip": "clip_grad_norm_",
+    "norm": "grad_norm",
+    "full_gradient": "full_grad of parameter ",
+    "unscale": "GradScaler.unscale_",
+}
 
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Reports):
+class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -99,28 +235,28 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         **defaults: Any,
     ) -> None:
         self.initialized = False
-        groups, refusal = take_in(params, optimizer_class)
+        groups, refusal = take_groups(params, optimizer_class)
         try:
-            self._transport = Transport(process_group, first_device(groups))
+            self._rank_group = RankGroup(process_group, first_device(groups))
         except (ValueError, TypeError):
             if refusal is not None:
                 raise refusal from None
             raise
-        self.process_group = self._transport.user_group
-        self.rank = self._transport.rank
-        self.world_size = self._transport.world_size
+        self.process_group = self._rank_group.user_group
+        self.rank = self._rank_group.rank
+        self.world_size = self._rank_group.world_size
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
         self._watch_with(check_every)
         self._steps = 0
-        self._policies = Policies(
+        self._policies = PartitionPolicy(
             optimizer_class, partition, self.world_size > 1, defaults, master_dtype
         )
         self._full_state = FullState()
         self._loaded = []
         self._attachment = None
-        self._condition = Condition()
+        self._status = StepStatus()
         self._steps_in_backward = False
 
         def prepare() -> list[str]:
@@ -137,29 +273,31 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
-            local = LocalOptimizer(optimizer_class, defaults, master_dtype)
-            plan = plan_to_extend(self.param_groups, self.world_size, bucket_mb)
-            self._shards = Shards(self._transport, local, plan, parameters_as_bucket_view)
+            local = InnerOptimizers(optimizer_class, defaults, master_dtype)
+            plan = empty_plan(self.param_groups, self.world_size, bucket_mb)
+            self._sharded_params = ShardedParams(
+                self._rank_group, local, plan, parameters_as_bucket_view
+            )
             policies = [self._policies.of(group, defaults) for group in self.param_groups]
-            self._shards.admit(self.param_groups, policies)
+            self._sharded_params.admit(self.param_groups, policies)
             local.build(self.param_groups, [policy.optimizer_class for policy in policies])
             local.options_out(self.param_groups)
-            self._shards.look_for_modules()
+            self._sharded_params.look_for_modules()
             return self._description()
 
-        agree(self._transport, "building the optimizer", prepare)
-        self._shards.require_same_order("building the optimizer")
-        self._company.count_optimizer()
-        self._transport.compares_phases = self._check_steps
+        same_outcome(self._rank_group, "building the optimizer", prepare)
+        self._sharded_params.require_same_order("building the optimizer")
+        self._monitor.count_optimizer()
+        self._rank_group.compares_phases = self._check_steps
         self.defaults = self._local.defaults
-        self._policies.remember_flags(self._roster.policies, self.param_groups)
-        self._shards.settle()
+        self._policies.remember_flags(self._registry.policies, self.param_groups)
+        self._sharded_params.settle()
         traced = Traced(self.wait, self._facts)
-        self._tracing = Tracing.of(self._trace_order, self.global_rank, traced)
-        self._company.note("optimizer built")
+        self._tracing = Tracer.of(self._trace_order, self.global_rank, traced)
+        self._monitor.note("optimizer built")
         if self.rank == 0 and logger.isEnabledFor(logging.INFO):
-            classes = [policy.optimizer_class for policy in self._roster.policies]
-            logger.info(in_one_line(self._plan, classes))
+            classes = [policy.optimizer_class for policy in self._registry.policies]
+            logger.info(plan_summary(self._plan, classes))
         self.initialized = True
 
     # ------------------------------------------------------------------ what it holds
@@ -171,7 +309,9 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
-        if "_shards" in self.__dict__:  # the base class's constructor sets an empty one before
+        if (
+            "_sharded_params" in self.__dict__
+        ):  # the base class's constructor sets an empty one before
             self._local.replace_state(value)
             self._state_has_changed()
             self._full_state.forget("the state was replaced after the last consolidation")
@@ -183,7 +323,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             f"{self._steps} steps taken",
             f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
             f"overlap_with_ddp={self._steps_in_backward}",
-            *self._shards.description(self.param_groups),
+            *self._sharded_params.description(self.param_groups),
         ]
 
     # ------------------------------------------------------------------ step
@@ -196,13 +336,13 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         if self._steps_in_backward:
             return None
         self._require_usable()
-        with self._company.noting_errors(f"the closure of step {self._steps + 1}"):
-            replay = Replay(closure) if callable(closure) else closure
+        with self._monitor.noting_errors(f"the closure of step {self._steps + 1}"):
+            replay = RunClosure(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.give_up_raised()
         if not self._check_steps:  # else all ranks are told of it
             # Before anything is done together: so that this rank can call it again.
-            with self._company.noting_errors(f"in step {self._steps + 1}{self._mode}"):
+            with self._monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
@@ -211,31 +351,31 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         self._require_usable()
         self._step(None, {}, self._announce(Turn.STEP))
 
-    def _step(self, closure: Any, kwargs: Mapping[str, Any], party: Party | None) -> Any:
+    def _step(self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None) -> Any:
         with self._in_next_step():
             if self._attachment is not None:
                 self._attachment.judge()
             self.wait()
-            self._follow_changes(party)
+            self._follow_changes(join_round)
             self._look_for_damage()
             self._local.masters.follow_params()
             if self._check_steps:
-                self._compare_step(closure, kwargs, party)
+                self._compare_step(closure, kwargs, join_round)
             self._compare_gradients()
-            gradients = self._gradients(party)
+            gradients = self._gradients(join_round)
             self._local.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
-                result = self._shards.step(
-                    closure, kwargs, gradients, self._condition, self._sentry
+                result = self._sharded_params.step(
+                    closure, kwargs, gradients, self._status, self._corruption_check
                 )
             self._local.options_out(self.param_groups)
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
-        with self._company.noting_errors():
+        with self._monitor.noting_errors():
             if join_config(self).enable:
                 self.wait()  # DDP may send its parameters around when the context ends
-        self._company.note(f"step {self._steps} finished")
+        self._monitor.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return result
@@ -246,27 +386,29 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         self._steps += 1
         where = f"in step {self._steps}{self._mode}"
         try:
-            self._transport.enter(where)
-            with self._condition.stepping(self._steps, len(self._plan.buckets)):
+            self._rank_group.enter(where)
+            with self._status.stepping(self._steps, len(self._plan.buckets)):
                 yield
         except BaseException as error:
             # The other ranks may wait for this one's parameters: tell them why they wait.
-            refusal = self._condition.refusal
+            refusal = self._status.refusal
             if refusal is not None:
-                self._company.note(refusal, same_place=True, is_error=True)
+                self._monitor.note(refusal, same_place=True, is_error=True)
                 self._finish_looking()
             else:
-                self._company.take_back(f"{where} raised {type(error).__name__}: {error}")
+                self._monitor.take_back(f"{where} raised {type(error).__name__}: {error}")
                 self._steps -= 1
             raise
 
-    def _gradients(self, party: Party | None) -> GradientsOf:
+    def _gradients(self, join_round: JoinRound | None) -> GradientsOf:
         """Where this step finds the gradients of the pieces in a bucket."""
         if self._attachment is not None:
             return self._attachment.gradients()
         borrowed = None
-        if party is not None:
-            borrowed = lend_gradients(self._transport, party, self._plan, self._roster.params)
+        if join_round is not None:
+            borrowed = lend_gradients(
+                self._rank_group, join_round, self._plan, self._registry.params
+            )
         if borrowed is not None:
             return self._local.by_bucket(borrowed).__getitem__
         self._require_usable_gradients()  # once more, of what was unfrozen just now
@@ -276,13 +418,13 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         if self._attachment is not None:
             self._attachment.require_averaged()
             return
-        self._shards.require_finished_backward()
+        self._sharded_params.require_finished_backward()
         for index in self._plan.cut_params:
-            grad = self._roster.params[index].grad
+            grad = self._registry.params[index].grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"{self._roster.names[index]} has a sparse gradient, and its state is cut over "
-                    f"the ranks. Keep it whole: put it into a group of its own with "
+                    f"{self._registry.names[index]} has a sparse gradient, and its state is cut "
+                    f"over the ranks. Keep it whole: put it into a group of its own with "
                     f'"partition": "whole", or pass partition="whole"'
                 )
 
@@ -296,10 +438,10 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
 
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""
-        shards = self.__dict__.get("_shards")
-        if shards is None or name.startswith("_"):
+        sharded_params = self.__dict__.get("_sharded_params")
+        if sharded_params is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        having = [i.optimizer for i in shards.local.inners if hasattr(i.optimizer, name)]
+        having = [i.optimizer for i in sharded_params.local.inners if hasattr(i.optimizer, name)]
         if not having:
             raise AttributeError(
                 f"neither {type(self).__name__} nor {self._optimizer_class.__name__} has an "
@@ -319,7 +461,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> None:
         self._require_usable()
-        self._transport.enter(f"in {name}()")
+        self._rank_group.enter(f"in {name}()")
         self.wait()
         self._follow_changes()
         self._local.masters.follow_params()
@@ -329,7 +471,7 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             getattr(optimizer, name)(*args, **kwargs)
         self._local.options_out(self.param_groups)
         self._state_has_changed()
-        self._shards.send_all()
+        self._sharded_params.send_all()
 
     # ------------------------------------------------------------------ copying
 
@@ -341,12 +483,12 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "_shards", "_full_state", "_tracing"}
+        left = {"step", "_sharded_params", "_full_state", "_tracing"}
         for key, value in self.__dict__.items():
             if key not in left and not is_table_of_hooks(key):
                 new.__dict__[key] = copy.deepcopy(value, memo)
-        local, roster = copy.deepcopy((self._local, self._roster), memo)
-        new._shards = self._shards.copied(local, roster)
+        local, registry = copy.deepcopy((self._local, self._registry), memo)
+        new._sharded_params = self._sharded_params.copied(local, registry)
         new._full_state = FullState("this optimizer is a copy that was not consolidated")
         new._tracing = None
         Optimizer.__setstate__(new, {})
@@ -357,3 +499,924 @@ class ZeroRedundancyOptimizer(KeepsState, Attaches, Grows, Joins, Checks, Report
             f"{type(self).__name__} cannot be pickled: this rank holds only its share of the "
             "state, and a process group. Save consolidate_state_dict() + state_dict() instead"
         )
+
+    # ------------------------------------------------------------------ parts
+
+    process_group: Any
+
+    rank: int
+
+    world_size: int
+
+    _rank_group: RankGroup
+
+    _sharded_params: ShardedParams
+
+    _policies: PartitionPolicy
+
+    _full_state: FullState
+
+    _attachment: Attachment | None
+
+    _status: StepStatus
+
+    _steps: int
+
+    _loaded: list[str]  # what was loaded, in lines, until all ranks are known to have the same
+
+    _steps_in_backward: bool  # overlap_with_ddp
+
+    @property
+    def _monitor(self) -> GroupMonitor:
+        return self._rank_group.monitor
+
+    @property
+    def _local(self) -> InnerOptimizers:
+        return self._sharded_params.local
+
+    @property
+    def _registry(self) -> ParamRegistry:
+        return self._sharded_params.registry
+
+    @property
+    def _plan(self) -> Plan:
+        return self._sharded_params.plan
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        return self._registry.params
+
+    def _attached(self, method: str) -> Attachment:
+        if self._attachment is None:
+            raise RuntimeError(f"{method}() is for attached mode: call attach(module) first")
+        return self._attachment
+
+    def _drop_gradients(self) -> None:
+        """Those of which this rank holds a part; others are the user's."""
+        if self._attachment is not None:
+            self._attachment.drop()
+
+    def _require_usable(self) -> None:
+        """Raise if nothing good can come of going on, with the reason and the way back."""
+        self._status.require_whole()
+        self._monitor.require_working()
+
+    def _bring_level(self) -> None:
+        """Before state is loaded: do what is left of a step that failed, since other ranks may be
+        further. Its gradients are dropped."""
+        if self._status.state is StepPhase.TORN and self._monitor.refusal is None:
+            self._sharded_params.bring_level()
+            self.wait()
+            self._drop_gradients()
+
+    def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
+        return self._policies.with_options(self._registry.policies, self.param_groups, options)
+
+    # ------------------------------------------------------------------ growth
+
+    initialized: bool
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, on all ranks. No existing piece moves; a state dict consolidated before is
+        dropped. If it is refused, on any rank, nothing has changed."""
+        if not self.initialized:  # the base class's constructor adds the groups one by one
+            Optimizer.add_param_group(self, param_group)
+            return
+        self._require_usable()
+        self._rank_group.enter("adding a parameter group")
+        before, known = len(self.param_groups), len(self._registry.entries)
+
+        def prepare() -> list[str]:
+            if not isinstance(param_group, dict):
+                raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
+            self._registry.require_same_groups(self.param_groups)
+            (group,) = as_groups([param_group])
+            check_tensors([*self.param_groups, group])
+            self._local.options_in(self.param_groups)
+            self._add_to_base(group)
+            policy = self._policies.of(group, self.defaults)
+            self._sharded_params.admit([group], [policy])
+            self._local.add_group(before, group, policy.optimizer_class)
+            self._local.refill_groups(self.param_groups)  # what was unfrozen is planned, too
+            self._local.options_out(self.param_groups)
+            self._sharded_params.look_for_modules()
+            return self._description()
+
+        try:
+            with self._sharded_params.all_or_nothing():
+                same_outcome(self._rank_group, "adding a parameter group", prepare)
+                self._sharded_params.require_same_order("adding a parameter group", known)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        self.defaults = self._local.defaults
+        self._policies.remember_flags(self._registry.policies, self.param_groups)
+        self._full_state.forget(
+            "a parameter group was added after the last consolidation", is_state_same=True
+        )
+        self._sharded_params.settle()
+        if self._attachment is not None:
+            self._attachment.catch_up()
+
+    def _add_to_base(self, group: dict[str, Any]) -> None:
+        """The base class's checks, without its defaults: a group may be of another class, and the
+        inner optimizer completes it."""
+        defaults, self.defaults = self.defaults, {}
+        try:
+            Optimizer.add_param_group(self, group)
+        finally:
+            self.defaults = defaults
+
+    def _follow_changes(self, join_round: JoinRound | None = None) -> None:
+        """What happened to the parameters since the last step: unfrozen, or given new memory."""
+        self._sharded_params.require_untouched(self.param_groups)
+        self._follow_flags()
+        unfrozen = self._sharded_params.unfrozen()
+        if join_round is not None:
+            unfrozen = follow_lender(self._rank_group, join_round, self.param_groups, unfrozen)
+        if unfrozen or not self._sharded_params.is_confirmed:
+            self._take_in(unfrozen)
+        self._sharded_params.follow_memory()
+        if self._attachment is not None:
+            self._attachment.catch_up()
+
+    def _follow_flags(self) -> None:
+        """Refuse switches that were flipped by hand and that the plan is not made for."""
+        present = self._registry.policies
+        if self._policies.have_flipped(present, self.param_groups):
+            policies = self._policies_with(self.param_groups)
+            self._registry.require_same_classes(policies)
+            if self.world_size > 1:
+                self._registry.require_plan_fits(policies)
+            self._policies.remember_flags(present, self.param_groups)
+
+    def _take_in(self, unfrozen: Sequence[int]) -> None:
+        """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
+        what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
+        self._monitor.add_to_note(what)
+
+        def prepare() -> list[str]:
+            self._sharded_params.extend(self.param_groups, unfrozen)
+            return [*self._description(), *self._loaded]
+
+        with self._sharded_params.all_or_nothing():
+            same_outcome(self._rank_group, what, prepare)
+        self._sharded_params.is_confirmed, self._loaded = True, []
+        self._sharded_params.settle()
+
+    # ------------------------------------------------------------------ attached mode
+
+    def attach(
+        self,
+        module: torch.nn.Module,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        lazy_gather: bool = False,
+    ) -> None:
+        """Shard the gradients of the module, too: from now on they are averaged over the ranks
+        while backward runs, and each rank keeps those of its pieces only. Collective.
+
+        The communication of a step is then that of plain DDP. ``param.grad`` is None after
+        backward: use :meth:`clip_grad_norm_`, :meth:`grad_norm`, :meth:`full_grad` and
+        ``onecopy.GradScaler``. ``torch.nn.utils.clip_grad_norm_`` would see no gradients.
+
+        Args:
+            module: a ``DistributedDataParallel``, whose buckets are then reduced by this
+                optimizer, or a bare module with all parameters of this optimizer. Parameters and
+                buffers of a bare module are first sent from rank 0 to all others.
+            reduce_dtype: what each rank's gradient is rounded to and sent in; by default its own
+                dtype. Sums are taken in the wider of it and the dtype in which gradients are held.
+            lazy_gather: return from ``step`` while the updated parameters are still on their way.
+                Forwards of the module and its parts wait for what they use, and so do
+                ``state_dict`` and all methods of this optimizer; call :meth:`wait` before you read
+                parameters in any other way.
+        """
+        self._require_usable()
+        self._rank_group.enter("attaching")
+
+        def prepare() -> list[str]:
+            if self._steps_in_backward:
+                raise RuntimeError(
+                    "attach(...) and overlap_with_ddp=True exclude each other: the one leaves the "
+                    "update to step(), the other does it inside backward"
+                )
+            if self._attachment is not None:
+                raise RuntimeError("the optimizer is attached already: call detach() first")
+            require_attachable(
+                module, self._registry, self._plan, self._rank_group.user_group, reduce_dtype
+            )
+            check_switches(lazy_gather=lazy_gather)
+            if lazy_gather:
+                require_hookable(module)
+            self._sharded_params.require_same_form()
+            known = names_in(module)
+            names = [known.get(entry.param, "") for entry in self._registry.entries]
+            kind, number = type(module).__name__, self._monitor.attachments
+            how = f"reduce_dtype={reduce_dtype}, lazy_gather={bool(lazy_gather)}"
+            lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
+            return [*lines, *self._description(), *describe_names(self._registry, names)]
+
+        same_outcome(self._rank_group, "attaching", prepare)
+        self._monitor.count_attachment()
+        self.wait()
+        if not isinstance(module, DistributedDataParallel):
+            send_from_first_rank(self._rank_group, module)
+        self._attachment = attachment = Attachment(
+            module,
+            self._rank_group,
+            self._sharded_params,
+            reduce_dtype,
+            lazy_gather,
+            self._announce_in_join,
+            self._is_in_join,
+            self._steps,
+        )
+        # Else hooks would go on taking gradients away from whoever comes next.
+        self._last_will = weakref.finalize(self, attachment.detach)
+        self._last_will.atexit = False
+
+        def take_memory() -> list[str]:
+            attachment.prepare()
+            return []
+
+        try:
+            same_outcome(self._rank_group, "taking memory for gradients", take_memory)
+        except BaseException:  # on all ranks, if there is too little on one of them
+            self.detach()
+            with contextlib.suppress(OSError, RuntimeError):  # maybe there is enough without it
+                self._sharded_params.settle()
+            raise
+        logger.info(
+            "attached: gradients are sharded during backward and param.grad is None after it; clip "
+            "with optimizer.clip_grad_norm_, scale with onecopy.GradScaler"
+        )
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`. Gradients that were not used are dropped."""
+        if self._attachment is None:
+            raise RuntimeError("the optimizer is not attached")
+        try:
+            self._last_will()
+        finally:
+            self._attachment = None
+            self._monitor.add_to_note("then detached")
+
+    def wait(self) -> None:
+        """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
+        self._sharded_params.all_gathers.wait()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in this context accumulate the gradients of this rank; the first one after it
+        averages them all. As DDP's, but where a parameter has a master copy they are accumulated in
+        its dtype, and ``param.grad`` is None."""
+        return self._attached("no_sync").hooks.no_sync()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; its value
+        before, the same on all ranks. Collective in attached mode, where ``foreach`` chooses
+        nothing: gradients are always clipped together."""
+        if self._steps_in_backward:
+            raise RuntimeError(
+                "with overlap_with_ddp=True the update has happened when backward() returns: it is "
+                "too late to clip. Leave it out, or use attach(...)"
+            )
+        max_norm, norm_type = as_number("max_norm", max_norm), as_number("norm_type", norm_type)
+        chosen = {} if foreach is None else {"foreach": foreach}
+        check_switches(error_if_nonfinite=error_if_nonfinite, **chosen)
+        if self._attachment is None:
+            return torch.nn.utils.clip_grad_norm_(
+                self._registry.params, max_norm, norm_type, error_if_nonfinite, foreach
+            )
+        norm: torch.Tensor = self._look("clip", max_norm, norm_type, error_if_nonfinite)
+        return norm
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients. Collective in attached mode."""
+        norm_type = as_number("norm_type", norm_type)
+        if self._attachment is None:
+            gradients = [p.grad for p in self._registry.params if p.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm: torch.Tensor = self._look("norm", norm_type)
+        return norm
+
+    def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The averaged gradient of a parameter, on all ranks. Collective in attached mode, where
+        its dtype is that in which gradients are summed: with master copies, theirs."""
+        index = next((i for i, p in enumerate(self._registry.params) if p is param), None)
+        if index is None:
+            raise ValueError("full_grad(p): p is not a parameter of this optimizer")
+        if self._attachment is None:
+            return param.grad
+        whole: torch.Tensor | None = self._look("full_gradient", index)
+        return whole
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters."""
+        super().zero_grad(set_to_none)
+        if self._attachment is not None:
+            self._attachment.zero_grad()
+        self._sharded_params.forgive_backward()  # what the attachment could not mend
+
+    def _look(self, method: str, *args: Any) -> Any:
+        """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,
+        also on those that have run out of inputs. What was unfrozen is taken in before."""
+        attachment = self._attached(method)
+        self._require_usable()
+        attachment.give_up_raised()
+        join_round = self._announce_in_join(Turn.LOOK)
+        attachment.judge()  # a backward that was given up ends here, on all ranks
+        call = f"{_LOOKS[method]}{shown(args, longest=200)}"
+        self._monitor.note(f"{call} after {self._steps} steps{self._mode}")
+        with self._monitor.noting_errors():
+            if join_round is None:
+                # Owners that clip differently, or send the gradients of different parameters,
+                # would go wrong without a sign of it.
+                require_agreement(self._rank_group, call, ())
+            self._follow_changes(join_round)
+            if join_round is not None:
+                same_call(self._rank_group, join_round, [method, *args])
+            return getattr(attachment, method)(*args)
+
+    def _unscale(self, inv_scale: torch.Tensor, allow_fp16: bool) -> torch.Tensor:
+        """For the scaler: whether any rank has found an infinity or NaN."""
+        found: torch.Tensor = self._look("unscale", float(inv_scale), allow_fp16)
+        return found
+
+    def _skip_step(self) -> None:
+        """The scaler does not take a step that ranks which have joined wait for."""
+        self._announce_in_join(Turn.SKIP)
+        self._drop_gradients()
+
+    def _announce_in_join(self, turn: Turn) -> JoinRound | None:
+        return self._announce(turn) if self._is_in_join() else None
+
+    def _is_in_join(self) -> bool:
+        return bool(join_config(self).enable)
+
+    def before_scaling(self) -> None:
+        if self._steps_in_backward:
+            raise RuntimeError(
+                "with overlap_with_ddp=True the update happens inside backward, with gradients of "
+                "the scaled loss: a GradScaler cannot work. Leave it out, or use attach(...)"
+            )
+        if self._attachment is not None:
+            self._attachment.require_our_scaler()
+
+    # ------------------------------------------------------------------ Join
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``. With ``divide_by_initial_world_size=False``
+        an attached optimizer averages over the ranks that still have inputs, as DDP does."""
+        if self._attachment is not None:
+            self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        if self._steps_in_backward:  # when DDP has had its turn: see ``ddp_hooks.py``
+            return OptimizerJoinHook(lambda: None, self._leave_join)
+        return OptimizerJoinHook(self._take_part_joined, self._leave_join)
+
+    def _leave_join(self) -> None:
+        """A step outside of the context must not pay for it."""
+        leave_join(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._registry.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def _announce(self, turn: Turn) -> JoinRound | None:
+        """Tell joined ranks, if there may be any, what comes."""
+        if join_config(self).enable:
+            self._monitor.add_to_note(f"inside Join, before {turn.name}")
+        with self._monitor.naming_absentees():  # also those outside of the context
+            work = Join.notify_join_context(self)
+        if work is not None:
+            self._monitor.wait_for([work])
+        return find_round(self._rank_group, turn) if join_config(self).enable else None
+
+    def _take_part_joined(self) -> None:
+        """What the others do, on a rank that has run out of inputs."""
+        while True:
+            join_round = find_round(self._rank_group, Turn.JOINED)
+            assert join_round is not None
+            with contextlib.suppress(GradientsDropped):  # who has inputs is told
+                self._take_turn(join_round)
+            # Who comes first in Join(...) calls this for every turn, others once per iteration.
+            if join_config(self).is_first_joinable or join_round.turn in (Turn.STEP, Turn.SKIP):
+                return
+
+    def _take_turn(self, join_round: JoinRound) -> None:
+        """In the order of what the others do."""
+        if join_round.turn is Turn.STEP:
+            self._step(None, {}, join_round)
+        elif join_round.turn is Turn.SKIP:
+            self._drop_gradients()
+        elif join_round.turn is Turn.BACKWARD:
+            self._attached("join").shadow_backward(join_round)
+        else:
+            self._attached("join").judge()
+            self._monitor.note("looking at gradients with the others, joined", is_joined=True)
+            self._follow_changes(join_round)
+            method, *args = same_call(self._rank_group, join_round, ())
+            getattr(self._attached("join"), method)(*args)
+
+    # ------------------------------------------------------------------ state and checkpoints
+
+    # ------------------------------------------------------------------ the full state dict
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the full state to rank ``to`` of the group, where ``state_dict`` then returns it.
+
+        Collective. The result is a copy on the CPU; it is dropped at the next step.
+        """
+        self._require_usable()
+        self._require_unharmed_state()
+        self._bring_masters_up_to_date()
+        self._full_state.gather(
+            self._rank_group, self._sharded_params, self.param_groups, self._steps, to
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state, as the unsharded optimizer class writes it.
+
+        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
+        Before the first step there is nothing to gather, unless the class makes state when it is
+        built. A new optimizer may load a state dict without state, or gain a group, before.
+        """
+        before, after = state_dict_hooks(self)
+        for pre_hook in before.values():
+            pre_hook(self)
+        result = self._full_state.as_plain_dict(self.rank, self._sharded_params, self.param_groups)
+        for post_hook in after.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a full state dict: ours at any world size, the plain class's,
+        or torch's own sharded class's. To be called on all ranks; the dict is not changed.
+
+        A dict that does not fit is refused before anything is changed.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        state_dict = dict(state_dict)
+        before, after = load_state_dict_hooks(self)
+        for pre_hook in before.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._bring_level()
+        loadable = check_state_dict(state_dict, self.param_groups, self._registry.cuttable())
+        self._adopt(loadable)
+        if self.world_size > 1:
+            self._loaded = sample_lines(loadable, self._registry.params, self._registry.names)
+        for post_hook in after.values():
+            post_hook(self)
+
+    def _adopt(self, loadable: Loadable) -> None:
+        """Take over state and options; if that fails, nothing has changed."""
+        plan = self._plan
+        policies = self._policies_with(loadable.groups)
+        made = self._sharded_params.made_anew(self.param_groups, loadable.states)
+        with torch.inference_mode(False), self._sharded_params.all_or_nothing():
+            self._sharded_params.make_room_for(
+                self.param_groups, loadable.states.keys() - made, policies
+            )
+            adopt_state(self._local, loadable)
+        self._finish_loading(loadable, plan)
+
+    def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
+        """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
+        with self._status.loading():
+            self._state_has_changed()
+            self._full_state.forget(
+                "a state dict was loaded after the last consolidation",
+                is_state_same=loadable.is_empty,  # if there was none before
+            )
+            if self._plan is not plan:
+                self._sharded_params.settle()
+            load_masters(self._local, loadable)
+            for group, inner, saved in zip(
+                self.param_groups, self._local.param_groups, loadable.groups, strict=True
+            ):
+                kept = {key: group[key] for key in NOT_OPTIONS if key in group}
+                if "param_names" in saved:
+                    kept["param_names"] = list(saved["param_names"])
+                group.clear()
+                group.update(kept)
+                group.update(options_of(inner))
+            self._policies.remember_flags(self._registry.policies, self.param_groups)
+        self._warn_of_masters(loadable)
+
+    def _warn_of_masters(self, loadable: Loadable) -> None:
+        """Of master copies on one side only, once for all ranks."""
+        planned = [entry.param for entry in self._registry.planned(self._plan)]
+        found = compare_masters(loadable, planned, self._local.master_dtype)
+        if self.rank == 0 and found.are_lacking:
+            logger.warning(
+                "what was loaded lacks master copies (%s): they were rebuilt from the parameters",
+                MASTER,
+            )
+        if self.rank == 0 and found.are_unused:
+            logger.warning(
+                "what was loaded has master copies (%s), for which this optimizer has no use: they "
+                "were left out. To keep them, build it with master_dtype=torch.float32",
+                MASTER,
+            )
+
+    def _bring_masters_up_to_date(self) -> None:
+        """Before they are saved: the parameters are here, and what was written into them counts."""
+        self.wait()
+        if self._local.masters.follow_writes():
+            self._state_has_changed()
+
+    # ------------------------------------------------------------------ sharded checkpoints
+
+    def sharded(
+        self, module: torch.nn.Module | None = None, *, flatten_optimizer_state_dict: bool = False
+    ) -> ShardedState:
+        """This rank's share of the state, for ``torch.distributed.checkpoint``, on all ranks::
+
+            dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+            dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+
+        The checkpoint holds the state of the unsharded optimizer, under the names and keys that
+        torch's ``get_optimizer_state_dict`` gives, whatever the number of ranks.
+
+        Args:
+            module: gives the parameters their names. Not needed if the optimizer was built from
+                ``named_parameters()``; with neither, parameters are known by their position.
+            flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
+        """
+        return ShardedState(
+            lambda: self._shown(module),
+            lambda: self._state_view(module),
+            self._adopt_sharded,
+            flatten_optimizer_state_dict,
+        )
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        *,
+        flatten_optimizer_state_dict: bool = False,
+    ) -> None:
+        """Write a sharded checkpoint of the state into the directory ``path``. Collective.
+
+        Every rank writes its own share. A checkpoint that is there already is replaced in one
+        instant: whenever a process dies, the directory holds the old one or the new one. What
+        torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
+        of :meth:`sharded`.
+        """
+        self._require_usable()
+        self._rank_group.enter(f"saving to {path}")
+        self._require_unharmed_state()
+        self._follow_changes()
+        self._bring_masters_up_to_date()
+        save_checkpoint(
+            self._rank_group,
+            lambda: self._state_view(module),
+            Path(path),
+            flatten_optimizer_state_dict,
+        )
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        strict: bool = True,
+        *,
+        key: str | None = None,
+    ) -> LoadReport:
+        """Read the state from a checkpoint directory, this rank's share only. Collective.
+
+        The checkpoint may be of any job: ours, of the unsharded class, or of FSDP2, saved by
+        :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
+        ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
+        and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
+        Parameters must be grouped as in the checkpoint, because options belong to groups; the order
+        of groups does not matter. With ``strict=False`` groups that differ keep their options.
+        Master copies that the checkpoint lacks are made from the parameters, and the report names
+        them as ``rebuilt``.
+
+        Args:
+            path: the directory.
+            module: gives the parameters their names, see :meth:`sharded`.
+            strict: refuse a checkpoint that does not fit exactly.
+            key: where in the checkpoint the state is, if it holds that of several optimizers.
+        """
+        names: list[str] = []
+
+        def prepare() -> list[str]:
+            require_name(Path(path))
+            names.extend(checkpoint_names(self._registry, self.param_groups, module))
+            return [
+                f"from {path}",
+                f"strict={strict}, key={key!r}",
+                *describe_names(self._registry, names),
+            ]
+
+        self._monitor.require_working()
+        self._bring_level()
+        self._rank_group.enter(f"loading {path}")
+        same_outcome(self._rank_group, "loading a checkpoint", prepare)
+        self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
+        plan = self._plan
+        # State that is made in inference mode could never be stepped.
+        with torch.inference_mode(False), self._sharded_params.all_or_nothing():
+            loadable, report = load_checkpoint(
+                self._rank_group,
+                self._sharded_params,
+                self.param_groups,
+                names,
+                Path(path),
+                policies_for=self._policies_with,
+                strict=strict,
+                key=key,
+            )
+        self._finish_loading(with_ranks_told(self._rank_group, self._local, loadable), plan)
+        return report
+
+    def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
+        """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
+        self._require_usable()
+        self._rank_group.enter("showing the state for a checkpoint")
+        self._require_unharmed_state()
+        self._follow_changes()
+        self._bring_masters_up_to_date()
+        tree: dict[str, Any] = {}
+
+        def prepare() -> list[str]:
+            state_view = self._state_view(module)
+            tree.update(state_view.tree())
+            return describe_names(self._registry, state_view.names)
+
+        same_outcome(self._rank_group, "showing the state for a checkpoint", prepare)
+        return tree
+
+    def _state_view(self, module: torch.nn.Module | None) -> StateView:
+        names = checkpoint_names(self._registry, self.param_groups, module)
+        return StateView(
+            self._local, self._registry, self._plan, self.param_groups, names, self.rank
+        )
+
+    def _adopt_sharded(
+        self,
+        state_view: StateView,
+        state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        incomplete: Sequence[str],
+    ) -> None:
+        self._monitor.require_working()
+        self._bring_level()
+        self._rank_group.enter("loading a checkpoint")
+        options: list[dict[str, Any]] = []
+
+        def prepare() -> list[str]:
+            if incomplete:
+                raise ValueError(
+                    f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
+                    f"{', ...' * (len(incomplete) > 5)}: is it complete?"
+                )
+            state_view.require_steady_forms()
+            require_all_in(state_view, groups)
+            require_same_groups(state_view, [group["params"] for group in groups])
+            options.extend(options_from(state_view, groups))
+            if self.world_size > 1:
+                self._registry.require_plan_fits(self._policies_with(options))
+            return describe_names(self._registry, state_view.names)
+
+        same_outcome(self._rank_group, "loading a checkpoint", prepare)
+        shards, masters = state_view.pieces_from(state)
+        said, _ = self._rank_group.minimum_and_maximum(beginnings(state_view, shards))
+        shards = without(state_view, shards, names_not_begun(state_view, said))
+        loadable = Loadable(state_view.frozen_from(state), {}, options, shards, masters)
+        self._adopt(with_ranks_told(self._rank_group, self._local, loadable))
+
+    # ------------------------------------------------------------------ checks
+
+    _check_every: int | None
+
+    _check_steps: bool
+
+    _corruption_check: CorruptionCheck | None
+
+    _compared: int
+
+    _has_compared_gradients: bool
+
+    def _watch_with(self, check_every: int | None) -> None:
+        self._check_every = check_every
+        self._check_steps = False
+        self._compared = 0  # before which step, last
+        self._has_compared_gradients = False
+        # Whether it is a number is checked later, on all ranks together.
+        self._corruption_check = (
+            CorruptionCheck() if isinstance(check_every, int) and check_every else None
+        )
+
+    def assert_replicas_equal(self) -> None:
+        """Compare what all ranks hold: the parameters, bit for bit, and the numbers in the state,
+        as ``step``, of parameters that are cut; with ``check_every``, also the state with what it
+        was after the last step. Collective. Raises ``RuntimeError`` on all ranks, naming the
+        first parameter with which something is wrong, and the ranks."""
+        self._require_usable()
+        self._rank_group.enter("comparing replicas")
+        self.wait()
+        params = self._registry.params
+        if self._corruption_check is not None:
+            self._corruption_check.inspect_now()
+        if params:
+            prints = torch.stack([fingerprint(param).cpu() for param in params])
+            self._require_equal(prints)
+
+    def _require_equal(self, fingerprints: torch.Tensor, since: str = "") -> None:
+        names = self._registry.names
+        suspicions = (
+            self._corruption_check.suspicions(len(names))
+            if self._corruption_check
+            else [""] * len(names)
+        )
+        said = counters(self._local, len(names))
+        require_equal_replicas(
+            self._rank_group, Evidence(names, fingerprints, said, suspicions, since)
+        )
+
+    # ------------------------------------------------------------------ check_every
+
+    def _look_for_damage(self) -> None:
+        """A step begins, and nothing has been changed yet. Mostly each bucket is looked at when
+        its turn comes."""
+        corruption_check = self._corruption_check
+        if corruption_check is None:
+            return
+        corruption_check.begin(self._steps, self._local, self._plan, self._registry.params)
+        compares = self._steps % (self._check_every or 1) == 0
+        masters_will_follow = self._local.masters.are_behind()
+        if compares or masters_will_follow:
+            corruption_check.look_at_all()
+        if masters_will_follow:
+            corruption_check.unseal()
+        if compares and self._compared < self._steps:  # not again if the step is called again
+            self._monitor.add_to_note("comparing replicas")
+            require_agreement(self._rank_group, "comparing the ranks", self._description())
+            try:
+                self._require_equal(*corruption_check.history())
+            except RuntimeError:
+                corruption_check.begin_history(is_all_well=False)
+                raise
+            corruption_check.begin_history(is_all_well=True)
+            self._compared = self._steps
+
+    def _finish_looking(self) -> None:
+        """A step has failed in the middle."""
+        if self._corruption_check is not None:
+            # Memory that cannot be read has failed before: that is what the user has to know.
+            with contextlib.suppress(Exception):
+                self._corruption_check.finish()
+            self._corruption_check.unseal()
+
+    def _require_unharmed_state(self) -> None:
+        """Before it is written down: else what has flipped would come back with every restart.
+        Collective, with ``check_every``."""
+        corruption_check = self._corruption_check
+        if corruption_check is None:
+            return
+
+        def prepare() -> list[str]:
+            names = self._registry.names
+            corruption_check.inspect_now()
+            for name, said in zip(names, corruption_check.suspicions(len(names)), strict=True):
+                if said:
+                    raise RuntimeError(
+                        f"the state of {name} has changed although no step was taken: {said}. It "
+                        "is not saved: go back to an earlier checkpoint. If your code writes into "
+                        "the state, or to load over it, say so: optimizer.state = optimizer.state"
+                    )
+            return []
+
+        same_outcome(self._rank_group, "looking at the state before it is saved", prepare)
+
+    def _state_has_changed(self) -> None:
+        if self._corruption_check is not None:
+            self._corruption_check.unseal()
+
+    # ------------------------------------------------------------------ ONECOPY_CHECK=step
+
+    @property
+    def _mode(self) -> str:
+        if self._attachment is None:
+            return ""
+        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
+
+    def _compare_step(
+        self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
+    ) -> None:
+        """Whatever the ranks must have alike now."""
+        lines = self._description()
+        if join_round is None:  # a rank that has joined borrows its gradients
+            lines += [
+                f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
+                *self._registry.readiness(with_gradients=self._attachment is None),
+            ]
+        require_agreement(self._rank_group, f"comparing step {self._steps}", lines)
+
+    # ------------------------------------------------------------------ were they averaged?
+
+    def _compare_gradients(self) -> None:
+        """In drop-in mode: warn if the gradients differ between the ranks, with
+        ``ONECOPY_CHECK=step`` raise. Collective, in the first step that has gradients, or in all.
+
+        Why a warning: torch's class accepts such training.
+        """
+        if (
+            (self._has_compared_gradients and not self._check_steps)
+            or self.world_size == 1
+            or self._attachment is not None
+            or self._steps_in_backward
+            or join_config(self).enable  # a rank that has joined has none
+        ):
+            return
+        views, have_values = self._views_of_gradients()
+        lines = [f"{name}: {view}" for name, view in zip(self._registry.names, views, strict=True)]
+        try:
+            require_agreement(self._rank_group, f"comparing gradients in step {self._steps}", lines)
+        except RanksDisagree as difference:
+            if difference.line is None:  # they do not even do the same
+                raise
+            error = self._not_averaged(difference, difference.line)
+            if self._check_steps:
+                raise error from None
+            self._has_compared_gradients = True
+            warnings.warn(str(error), stacklevel=_level_of_user())
+        if have_values:  # gradients that are zero everywhere say nothing
+            self._has_compared_gradients = True
+
+    def _not_averaged(self, difference: RanksDisagree, index: int) -> RanksDisagree:
+        views = "\n".join(difference.message.split("\n")[1:-1])
+        name = self._sharded_params.name_in_module(index)
+        return RanksDisagree(
+            f"the gradient of {name} is not the same on all ranks, so it was not averaged:\n"
+            f"{views}\nWithout attach(...), step() expects gradients that were averaged over the "
+            "ranks. Wrap the module, DistributedDataParallel(model), call that, and do the last "
+            "backward before step() outside of no_sync(); or call optimizer.attach(model)"
+        )
+
+    @torch.no_grad()
+    def _views_of_gradients(self) -> tuple[list[str], bool]:
+        """The gradient of each parameter in words, and whether any of them is not zero."""
+        said, pairs = [], []
+        for param in self._registry.params:
+            text, parts = _gradient_of(param)
+            said.append(text)
+            if parts:
+                values, *others = parts
+                total = fingerprint(values)
+                for other in others:
+                    total = total * ODD + fingerprint(other)
+                pairs.append(torch.stack([total, values.bool().any().to(total)]))
+        # Together, so that an accelerator is waited for once.
+        device = pairs[0].device if pairs else None
+        numbers = torch.stack([pair.to(device) for pair in pairs]).tolist() if pairs else []
+        left = iter(numbers)
+        views = [f"{t}{next(left)[0] % (1 << 64):x}" if t.endswith(" ") else t for t in said]
+        return views, any(has_values for _, has_values in numbers)
+
+    # ------------------------------------------------------------------ reports
+
+    def memory_report(self) -> MemoryReport:
+        """What parameters, gradients and state take of this rank's memory now."""
+        return report_on(self._sharded_params, self._attachment)
+
+    def comm_stats(self) -> CommStats:
+        """What this rank has sent since the optimizer was built, and how long it waited."""
+        return comm_stats(self._rank_group.counters, self._rank_group.traffic, self._steps)
+
+    def _take_trace_order(self) -> Order | None:
+        """What the environment asks for. Raises ``ValueError`` if that cannot be."""
+        order = Order.from_environment(os.environ)
+        if order is not None:
+            order.make_directory()
+        return order
+
+    def _facts(self) -> dict[str, Any]:
+        """For the trace of a run; ``recorded.py`` reads them."""
+        stats = self.comm_stats()
+        classes = dict.fromkeys(policy.optimizer_class for policy in self._registry.policies)
+        return {
+            "version": __version__,
+            "world_size": self._rank_group.world_size,
+            "is_attached": self._attachment is not None,
+            "classes": [optimizer_class.__name__ for optimizer_class in classes],
+            "memory": self.memory_report().as_dict(),
+            "communication": stats.as_dict(),
+            "buckets": [asdict(each) for each in stats.buckets],
+        }

@@ -37,7 +37,7 @@ from torch import nn
 from trial_common import count_of_different_elements, have_equal_bits, step_timeout
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.pieces import MASTER
+from onecopy.planning.param_groups import MASTER
 
 # ---------------------------------------- checkpoints ----------------------------------------
 

@@ -15,20 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.naming import names_of
-from onecopy.roster import Entry, Roster
+from onecopy.checkpoint.state import checkpoint_names
+from onecopy.planning.param_groups import Entry, ParamRegistry
 
 
-def roster(params: list[torch.Tensor]) -> Roster:
+def registry(params: list[torch.Tensor]) -> ParamRegistry:
     entries = tuple(Entry(param, f"parameter {i}", 0) for i, param in enumerate(params))
-    return Roster(entries)
+    return ParamRegistry(entries)
 
 
 def names(params: Any, module: nn.Module | None = None) -> list[str]:
     """As an optimizer of these parameters, in any form that torch takes, would have them."""
     optimizer = SGD(params, lr=0.1)
     everything = [param for group in optimizer.param_groups for param in group["params"]]
-    return names_of(roster(everything), optimizer.param_groups, module)
+    return checkpoint_names(registry(everything), optimizer.param_groups, module)
 
 
 def plain_names(module: nn.Module) -> list[str]:

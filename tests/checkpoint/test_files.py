@@ -41,19 +41,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Adam
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.archive import (
+from onecopy.checkpoint.files import DataFileReader, DataFileWriter
+from onecopy.checkpoint.metadata import (
     METADATA,
-    Contents,
-    DamagedCheckpoint,
+    Metadata,
     Place,
     TensorEntry,
     ValueEntry,
+    Written,
     parse_metadata,
     read_metadata,
+    write_metadata,
 )
-from onecopy.boxes import Box
-from onecopy.reader import Reader
-from onecopy.writer import Writer, Written, write_metadata
+from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
+from onecopy.planning.layout import Chunk
 
 BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
@@ -102,7 +103,10 @@ def halves(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 def write(directory: Path, tree: dict[str, Any], cut: bool = True) -> None:
     """As several ranks would: tensors in two files, values in the first."""
     entries = []
-    with Writer(directory, "__0_a.distcp") as first, Writer(directory, "__1_a.distcp") as second:
+    with (
+        DataFileWriter(directory, "__0_a.distcp") as first,
+        DataFileWriter(directory, "__1_a.distcp") as second,
+    ):
         for key, value in tree.items():
             path = ("optim", key)
             if not isinstance(value, torch.Tensor):
@@ -124,14 +128,14 @@ def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def contents_of(directory: Path) -> Contents:
+def contents_of(directory: Path) -> Metadata:
     return parse_metadata(read_metadata(directory))
 
 
 def read(directory: Path) -> dict[str, Any]:
     """Everything in a checkpoint, by its key, with our reader."""
     contents, found = contents_of(directory), {}
-    with Reader(directory) as reader:
+    with DataFileReader(directory) as reader:
         for key, entry in contents.entries.items():
             if isinstance(entry, ValueEntry):
                 found[key] = reader.value(entry, key)
@@ -141,8 +145,8 @@ def read(directory: Path) -> dict[str, Any]:
     return found
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), tuple(shape), 0, 0)
+def whole(shape: tuple[int, ...]) -> Chunk:
+    return Chunk((0,) * len(shape), tuple(shape), 0, 0)
 
 
 def assert_equal(found: Any, expected: Any, key: str) -> None:
@@ -182,7 +186,7 @@ def test_torchs_metadata_reader_sees_the_shapes_and_places_that_we_wrote(tmp_pat
 
 def test_every_entry_is_a_file_of_torch_save_as_large_as_its_values(tmp_path: Path) -> None:
     tree = {**samples(), **VALUES}
-    with Writer(tmp_path, "data") as writer:
+    with DataFileWriter(tmp_path, "data") as writer:
         places = {key: writer.append(value) for key, value in tree.items()}
     data = (tmp_path / "data").read_bytes()
     for key, place in places.items():
@@ -204,7 +208,7 @@ def test_torch_converts_what_we_write_to_a_plain_file(tmp_path: Path) -> None:
 def test_a_data_file_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        Writer(tmp_path, "data")
+        DataFileWriter(tmp_path, "data")
     assert (tmp_path / "data").read_bytes() == b"mine"
 
 
@@ -240,8 +244,8 @@ def test_any_box_of_any_tensor_can_be_read_alone(saved_samples: Path, data: st.D
     expected = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
     target = torch.full_like(expected.contiguous(), 1)
     entry = contents_of(directory).entries[f"optim.{key}"]
-    with Reader(directory) as reader:
-        reader.fill(Box(tuple(offsets), tuple(sizes), 0, 0), target, entry, key)
+    with DataFileReader(directory) as reader:
+        reader.fill(Chunk(tuple(offsets), tuple(sizes), 0, 0), target, entry, key)
     assert torch.equal(target, expected)
 
 
@@ -261,7 +265,7 @@ def test_we_read_what_torch_saves_of_distributed_tensors(world: World, tmp_path:
     assert all(isinstance(tensor, DTensor) for tensor in tree.values())
     dcp.save({"optim": tree}, checkpoint_id=str(tmp_path))
     entries = contents_of(tmp_path).entries
-    with Reader(tmp_path) as reader:
+    with DataFileReader(tmp_path) as reader:
         for key in tree:
             entry = entries[f"optim.{key}"]
             assert isinstance(entry, TensorEntry)
@@ -269,7 +273,7 @@ def test_we_read_what_torch_saves_of_distributed_tensors(world: World, tmp_path:
             for top in range(7):
                 for left in range(5):
                     target = torch.zeros(7 - top, 5 - left)
-                    box = Box((top, left), (7 - top, 5 - left), 0, 0)
+                    box = Chunk((top, left), (7 - top, 5 - left), 0, 0)
                     reader.fill(box, target, entry, key)
                     assert torch.equal(target, full[top:, left:])
 
@@ -279,7 +283,10 @@ def test_a_tensor_with_a_part_missing_is_refused(tmp_path: Path) -> None:
     entry = contents_of(tmp_path).entries["optim.x"]
     for kept in entry.chunks:
         torn = TensorEntry(entry.dtype, entry.shape, (kept,))
-        with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint, match=r"not complete.*"):
+        with (
+            DataFileReader(tmp_path) as reader,
+            pytest.raises(DamagedCheckpoint, match=r"not complete.*"),
+        ):
             reader.fill(whole((6, 2)), torch.empty(6, 2), torn, "optim.x")
 
 
@@ -289,7 +296,7 @@ def test_a_tensor_with_a_part_that_is_there_twice_in_place_of_another_is_refused
     write(tmp_path, {"x": torch.randn(6, 2)})
     entry = contents_of(tmp_path).entries["optim.x"]
     doubled = TensorEntry(entry.dtype, entry.shape, (entry.chunks[0], entry.chunks[0]))
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
         reader.fill(whole((6, 2)), torch.empty(6, 2), doubled, "optim.x")
 
 
@@ -445,9 +452,9 @@ def test_setting_attributes_of_what_the_metadata_may_name_reaches_nothing_outsid
         code = f"c{module}\n{name}\n}}Vpoisoned\nVyes\nsb".encode()
         with pytest.raises(DamagedCheckpoint):
             parse_metadata(by_hand(code))
-    from onecopy import pickles
+    from onecopy.checkpoint import safe_pickle
 
-    for handed_out in (pickles.Record, ArchiveIndex, pickles.Inert):
+    for handed_out in (safe_pickle.Record, ArchiveIndex, safe_pickle.Inert):
         assert not hasattr(handed_out, "poisoned")
 
 
@@ -464,12 +471,12 @@ def entry_with(payload: Any, directory: Path) -> Place:
 
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_booby_trapped_tensor_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
-    from onecopy.archive import Chunk
+    from onecopy.checkpoint.metadata import StoredChunk
 
     marker = tmp_path / "marker"
     place = entry_with(TRAPS[name](marker), tmp_path)
-    entry = TensorEntry(torch.float32, (1,), (Chunk((0,), (1,), place),))
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
+    entry = TensorEntry(torch.float32, (1,), (StoredChunk((0,), (1,), place),))
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
         reader.fill(whole((1,)), torch.zeros(1), entry, "x")
     assert not marker.exists()
 
@@ -478,7 +485,7 @@ def test_a_booby_trapped_tensor_is_refused_and_not_run(tmp_path: Path, name: str
 def test_a_booby_trapped_value_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
     marker = tmp_path / "marker"
     place = entry_with(TRAPS[name](marker), tmp_path)
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
         reader.value(ValueEntry(place), "x")
     assert not marker.exists()
 
@@ -490,7 +497,7 @@ def test_a_booby_trapped_value_in_the_old_format_of_torch_save_is_refused(
     marker = tmp_path / "marker"
     torch.save(TRAPS[name](marker), tmp_path / "data", _use_new_zipfile_serialization=False)
     place = Place("data", 0, (tmp_path / "data").stat().st_size)
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
         reader.value(ValueEntry(place), "x")
     assert not marker.exists()
 
@@ -554,12 +561,15 @@ def pickles_in(data: bytes) -> list[tuple[int, int]]:
 def test_a_place_outside_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     inside = tmp_path / "checkpoint"
     (inside / "sub").mkdir(parents=True)
-    with Writer(tmp_path, "outside") as writer:
+    with DataFileWriter(tmp_path, "outside") as writer:
         place = writer.append(1)
     (inside / "link").symlink_to(tmp_path / "outside")
-    with Reader(inside) as reader, pytest.raises(DamagedCheckpoint, match="out of the checkpoint"):
+    with (
+        DataFileReader(inside) as reader,
+        pytest.raises(DamagedCheckpoint, match="out of the checkpoint"),
+    ):
         reader.value(ValueEntry(Place(name, 0, place.length)), "x")
-    with Reader(tmp_path) as reader:  # where it is inside
+    with DataFileReader(tmp_path) as reader:  # where it is inside
         assert reader.value(ValueEntry(place), "x") == 1
 
 
@@ -572,16 +582,16 @@ def test_a_checkpoint_may_be_reached_by_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [(-1, 10), (0, -1), (0, 10**9), (10**18, 1), (0, 2**63), (5, 0)])
 def test_a_place_beyond_the_file_is_refused(tmp_path: Path, place: tuple[int, int]) -> None:
-    with Writer(tmp_path, "data") as writer:
+    with DataFileWriter(tmp_path, "data") as writer:
         writer.append(1)
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
         reader.value(ValueEntry(Place("data", *place)), "x")
 
 
 @pytest.mark.parametrize("name", ["", ".", "sub", "missing", "a\0b", "x" * 5000])
 def test_a_place_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "sub").mkdir()
-    with Reader(tmp_path) as reader, pytest.raises((ValueError, OSError)):
+    with DataFileReader(tmp_path) as reader, pytest.raises((ValueError, OSError)):
         reader.value(ValueEntry(Place(name, 0, 10)), "x")
 
 
@@ -589,7 +599,8 @@ def test_a_metadata_file_that_claims_much_memory_does_not_get_it() -> None:
     """The C unpickler makes room for as many memos as the highest number that is named."""
     limit = 300e6
     script = (
-        "import resource; from onecopy.archive import parse_metadata, DamagedCheckpoint\n"
+        "import resource\n"
+        "from onecopy.checkpoint.metadata import parse_metadata, DamagedCheckpoint\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try: parse_metadata(b'\\x80\\x04Nr' + (2**26).to_bytes(4, 'little') + b'.')\n"
         "except DamagedCheckpoint: pass\n"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW, RAdam
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.writer import only_writer
+from onecopy.checkpoint.metadata import only_writer
 
 Tree = dict[str, Any]
 

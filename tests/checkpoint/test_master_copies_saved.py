@@ -29,7 +29,7 @@ from masters import (
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from onecopy.pieces import MASTER
+from onecopy.planning.param_groups import MASTER
 
 # ---------------------------------------- checkpoints -------------------------------------------
 

@@ -18,10 +18,17 @@ from test_files import small_optimizer, spring_places
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from onecopy.archive import METADATA, Chunk, Place, TensorEntry, ValueEntry, parse_metadata
-from onecopy.boxes import Box
-from onecopy.pickles import DamagedCheckpoint
-from onecopy.reader import Reader
+from onecopy.checkpoint.files import DataFileReader
+from onecopy.checkpoint.metadata import (
+    METADATA,
+    Place,
+    StoredChunk,
+    TensorEntry,
+    ValueEntry,
+    parse_metadata,
+)
+from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
+from onecopy.planning.layout import Chunk
 
 # ------------------------------------------------------------------------------- the metadata
 
@@ -156,7 +163,7 @@ def entry_of(pickled: bytes, directory: Path, nbytes: int = 4) -> Place:
 
 
 def read_value(pickled: bytes, directory: Path) -> Any:
-    with Reader(directory) as reader:
+    with DataFileReader(directory) as reader:
         return reader.value(ValueEntry(entry_of(pickled, directory)), "x")
 
 
@@ -199,7 +206,7 @@ def test_values_are_read_as_they_were(tmp_path: Path, at: int) -> None:
     file = io.BytesIO()
     torch.save(VALUES[at], file)
     (tmp_path / "data").write_bytes(file.getvalue())
-    with Reader(tmp_path) as reader:
+    with DataFileReader(tmp_path) as reader:
         found = reader.value(ValueEntry(Place("data", 0, len(file.getvalue()))), "x")
     assert type(found) is type(VALUES[at])
     assert bits(found) == bits(VALUES[at])
@@ -217,9 +224,9 @@ GOOD = (text("0"), b"K\x00", b"K\x01\x85", b"K\x01\x85", b"\x89ccollections\nOrd
 def read_tensor(pickled: bytes, directory: Path) -> torch.Tensor:
     target = torch.ones(1)
     place = entry_of(pickled, directory)
-    entry = TensorEntry(torch.float32, (1,), (Chunk((0,), (1,), place),))
-    with Reader(directory) as reader:
-        reader.fill(Box((0,), (1,), 0, 0), target, entry, "x")
+    entry = TensorEntry(torch.float32, (1,), (StoredChunk((0,), (1,), place),))
+    with DataFileReader(directory) as reader:
+        reader.fill(Chunk((0,), (1,), 0, 0), target, entry, "x")
     return target
 
 
@@ -256,7 +263,7 @@ def test_the_same_bytes_under_many_names_are_refused(tmp_path: Path) -> None:
     tail[12:16] = (len(listing) * times).to_bytes(4, "little")
     many = data[:start] + listing * times + tail
     (tmp_path / "many").write_bytes(many)
-    with Reader(tmp_path) as reader:
+    with DataFileReader(tmp_path) as reader:
         assert reader.value(ValueEntry(place), "x") is None
         with pytest.raises(DamagedCheckpoint, match="not where they should be"):
             reader.value(ValueEntry(Place("many", 0, len(many))), "x")

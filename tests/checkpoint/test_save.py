@@ -34,9 +34,10 @@ from test_reducer import everyones
 from torch import nn
 from torch.optim import Adam, AdamW
 
-from onecopy import ZeroRedundancyOptimizer, saving, writer
-from onecopy.archive import METADATA
-from onecopy.writer import Writer
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.checkpoint import metadata, save
+from onecopy.checkpoint.files import DataFileWriter
+from onecopy.checkpoint.metadata import METADATA
 
 # ------------------------------------------------------------------------------- of one number
 
@@ -145,9 +146,9 @@ def under_way(size: int, job: Any) -> Iterator[harness.Pool]:
         pool.kill()
 
 
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
+def wait_until(status: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not status():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.002)
 
@@ -288,7 +289,9 @@ def failing_at(call: int, function: Any) -> Any:
 
 FAULTS: dict[str, Any] = {
     "syncing the data": lambda: mock.patch("os.fsync", failing_at(1, os.fsync)),
-    "appending": lambda: mock.patch.object(Writer, "append", failing_at(3, Writer.append)),
+    "appending": lambda: mock.patch.object(
+        DataFileWriter, "append", failing_at(3, DataFileWriter.append)
+    ),
     "saving a value": lambda: mock.patch("torch.save", full),
     "opening": lambda: mock.patch("os.open", full),
 }
@@ -477,7 +480,7 @@ def test_a_directory_that_one_rank_may_not_write_to_is_the_same_error_on_all_ran
     become(opt, 2)
     closed: Any = contextlib.nullcontext()
     if world.rank == world.size - 1:
-        closed = mock.patch.object(Writer, "__init__", refuse)
+        closed = mock.patch.object(DataFileWriter, "__init__", refuse)
     with closed, pytest.raises(PermissionError, match="Permission denied") as caught:
         opt.save(tmp_path)
     assert len(set(on_all_ranks(str(caught.value)))) == 1
@@ -489,9 +492,9 @@ def test_a_directory_that_one_rank_may_not_write_to_is_the_same_error_on_all_ran
 
 
 STEPS = {
-    "complete": saving.__file__,
-    "write_metadata": writer.__file__,
-    "sync_directory": writer.__file__,
+    "complete": save.__file__,
+    "write_metadata": metadata.__file__,
+    "sync_directory": metadata.__file__,
 }
 
 
@@ -734,11 +737,11 @@ def rank_0_goes_left(seed: Any) -> tuple[bool, bool]:
 @distributed(1, 2, 3, timeout=30)
 @EVERY_FEED
 def test_state_made_lazily_gives_ranks_other_keys_and_a_save_hangs(
-    world: World, feed: str, tmp_path: Path
+    world: World, hooks: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     twins = AttachedTwins(
-        *(world, BranchNet(rank_0_goes_left), AdamW, feed),
+        *(world, BranchNet(rank_0_goes_left), AdamW, hooks),
         ddp={"find_unused_parameters": True},
         lr=0.01,
     )

@@ -24,7 +24,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 import onecopy
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.fingerprints import CHUNK, Checksums, checksum, fingerprint
+from onecopy.sharding.fingerprints import CHUNK, Checksums, checksum, fingerprint
 
 SMALL = {"bucket_mb": 0.0002}  # some seven buckets of the 328 elements
 
@@ -147,7 +147,7 @@ def test_a_bit_flipped_in_the_state_is_found_within_check_every_steps(
 
 def tensors_of_state(optimizer: ZeroRedundancyOptimizer) -> list[tuple[str, torch.Tensor]]:
     found = [
-        ("master_param", owned.tensor) for owned in local_of(optimizer).pieces if owned.has_master
+        ("master_param", owned.tensor) for owned in local_of(optimizer).shards if owned.has_master
     ]
     for state in optimizer.state.values():
         found += [(key, value) for key, value in state.items() if torch.is_tensor(value)]
@@ -218,7 +218,7 @@ def test_a_flip_that_the_next_step_heals_or_spreads_is_found_later(world: World,
     training = Training(world, "drop-in", check_every=5)
     training.step(1)
     param = training.model.get_parameter("norm.weight")
-    owners = {piece.rank for piece in _pieces(training.optimizer, param)}
+    owners = {shard.rank for shard in _shards(training.optimizer, param)}
     odd = min(owners) if who == "owner" else min({0, 1, 2} - owners)
     if world.rank == odd:
         param.data.view(torch.int32)[0] ^= 1 << 20
@@ -231,10 +231,10 @@ def test_a_flip_that_the_next_step_heals_or_spreads_is_found_later(world: World,
     assert f"rank {odd}" in text
 
 
-def _pieces(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[Any]:
+def _shards(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[Any]:
     index = next(i for i, p in enumerate(params_of(optimizer)) if p is param)
     plan = plan_of(optimizer)
-    of_all: Callable[[int], Any] = plan.pieces
+    of_all: Callable[[int], Any] = plan.shards
     return [p for rank in range(plan.world_size) for p in of_all(rank) if p.param == index]
 
 

@@ -22,10 +22,11 @@ from inside import (
     EXCHANGE_LONGEST_NAP,
 )
 
-import onecopy.agreement
-from onecopy import exchange
-from onecopy.agreement import RanksDisagree, agree, name_ranks, require_agreement
-from onecopy.exchange import Exchange
+import onecopy.comm.agreement
+from onecopy.comm import agreement
+from onecopy.comm.agreement import RanksDisagree, StoreChannel, require_agreement, same_outcome
+from onecopy.planning import text
+from onecopy.planning.text import name_ranks
 
 BUSY = [HealthCheck.too_slow]  # a busy machine is no fault of a test
 TIMEOUT = 20.0
@@ -217,14 +218,14 @@ def test_all_ranks_prepare_and_agree(size: int) -> None:
     prepared = []
 
     def body(channel: FakeChannel) -> None:
-        agree(channel, "trying", lambda: prepared.append(channel.rank) or ["same"])
+        same_outcome(channel, "trying", lambda: prepared.append(channel.rank) or ["same"])
 
     assert on_ranks(size, body) == [None] * size
     assert sorted(prepared) == list(range(size))
 
 
 def test_ranks_that_prepared_different_things_all_raise() -> None:
-    raised = on_ranks(3, lambda ch: agree(ch, "trying", lambda: [f"lr = {ch.rank // 2}"]))
+    raised = on_ranks(3, lambda ch: same_outcome(ch, "trying", lambda: [f"lr = {ch.rank // 2}"]))
     assert {type(error) for error in raised} == {RanksDisagree}
     (message,) = {str(error) for error in raised}
     assert views(message) == {"ranks 0-1": "lr = 0", "rank 2": "lr = 1"}
@@ -245,7 +246,7 @@ def test_a_failure_on_one_rank_is_raised_there_and_told_to_the_others(
                 raise raised_there
             return ["fine"]
 
-        agree(channel, "trying", prepare)
+        same_outcome(channel, "trying", prepare)
 
     raised = on_ranks(3, body)
     assert raised[failing] is raised_there
@@ -264,7 +265,7 @@ def test_a_failure_on_every_rank_is_raised_as_it_is() -> None:
         def prepare() -> list[str]:
             raise TypeError("not an optimizer")
 
-        agree(channel, "trying", prepare)
+        same_outcome(channel, "trying", prepare)
 
     assert [(type(e), str(e)) for e in on_ranks(3, body)] == [(TypeError, "not an optimizer")] * 3
 
@@ -276,7 +277,7 @@ def test_different_failures_are_each_raised_where_they_happened() -> None:
                 return ["fine"]
             raise [ValueError, TypeError][channel.rank](f"on {channel.rank}")
 
-        agree(channel, "trying", prepare)
+        same_outcome(channel, "trying", prepare)
 
     first, second, third = on_ranks(3, body)
     assert (type(first), str(first)) == (ValueError, "on 0")
@@ -320,7 +321,7 @@ def test_the_name_of_ranks_can_be_read_back(ranks: set[int]) -> None:
 
 
 def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(onecopy.agreement)
+    result = doctest.testmod(onecopy.comm.agreement)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -338,14 +339,15 @@ class Ranks:
     def __init__(self, size: int, patience: float = PATIENT) -> None:
         self.store = dist.HashStore()
         self.exchanges = [
-            Exchange(self.store, rank, size, "token", patience, "testing") for rank in range(size)
+            StoreChannel(self.store, rank, size, "token", patience, "testing")
+            for rank in range(size)
         ]
 
-    def run(self, body: Callable[[Exchange], Any]) -> list[Any]:
+    def run(self, body: Callable[[StoreChannel], Any]) -> list[Any]:
         """What each returned or raised."""
         outcomes: list[Any] = [None] * len(self.exchanges)
 
-        def perform(round_: Exchange) -> None:
+        def perform(round_: StoreChannel) -> None:
             try:
                 outcomes[round_.rank] = body(round_)
             except Exception as error:
@@ -376,7 +378,7 @@ def test_every_rank_gets_what_rank_0_decided_from_all_results(size: int) -> None
     ranks = Ranks(size)
     deciders = []
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def decide(results: list[Any]) -> Any:
             deciders.append(round_.rank)
             return {"all": results}
@@ -395,7 +397,7 @@ def test_an_error_on_one_rank_is_raised_on_all(size: int, error: type[Exception]
     ranks = Ranks(size)
     culprit = size - 1
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def work() -> None:
             if round_.rank == culprit:
                 raise error("no luck")
@@ -413,7 +415,7 @@ def test_different_errors_on_several_ranks_are_all_told_on_all() -> None:
     ranks = Ranks(5)
     texts = {1: "first", 3: "second", 4: "first"}
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def work() -> None:
             if round_.rank in texts:
                 raise ValueError(texts[round_.rank])
@@ -428,7 +430,7 @@ def test_different_errors_on_several_ranks_are_all_told_on_all() -> None:
 
 
 def test_the_same_error_on_all_ranks_is_told_once() -> None:
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def work() -> None:
             raise FileNotFoundError("the one text")
 
@@ -443,7 +445,7 @@ def test_the_same_error_on_all_ranks_is_told_once() -> None:
 def test_an_error_in_the_decision_is_raised_on_all_ranks(size: int) -> None:
     ranks = Ranks(size)
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def decide(results: list[Any]) -> None:
             raise ValueError(f"{len(results)} results do not fit")
 
@@ -465,7 +467,7 @@ def test_a_class_that_others_may_not_know_is_raised_as_the_nearest_that_they_do(
     for own, expected in ((Odd, RuntimeError), (Closer, PermissionError)):
         ranks = Ranks(2)
 
-        def body(round_: Exchange, own: type[Exception] = own) -> Any:
+        def body(round_: StoreChannel, own: type[Exception] = own) -> Any:
             def work() -> None:
                 if round_.rank == 1:
                     raise own("why")
@@ -478,7 +480,7 @@ def test_a_class_that_others_may_not_know_is_raised_as_the_nearest_that_they_do(
 
 
 def test_the_rank_that_raised_keeps_its_own_exception_as_the_cause() -> None:
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def work() -> None:
             if round_.rank == 1:
                 raise Odd("mine")
@@ -493,14 +495,14 @@ def test_the_rank_that_raised_keeps_its_own_exception_as_the_cause() -> None:
 def test_ranks_that_show_no_sign_of_life_are_named(silent: list[int]) -> None:
     ranks = Ranks(5, patience=0.3)
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         return None if round_.rank in silent else round_.run(lambda: 0, lambda _: 0)
 
     outcomes = ranks.run(body)
     # Rank 0 sees who is missing; the others lose rank 0, which has given up.
     judge = 1 if 0 in silent else 0
     assert type(outcomes[judge]) is RuntimeError
-    named = "rank 0" if 0 in silent else exchange.name_ranks(silent)
+    named = "rank 0" if 0 in silent else text.name_ranks(silent)
     assert f"no sign of life from {named} " in str(outcomes[judge])
     assert "testing" in str(outcomes[judge])
     active = [outcomes[rank] for rank in range(5) if rank not in silent]
@@ -513,7 +515,7 @@ def test_a_dead_rank_is_named_long_before_patience_ends(dead: int, monkeypatch: 
     monkeypatch.setattr(*EXCHANGE_DEAD_SECONDS, 2.0)
     ranks = Ranks(3, patience=1000.0)
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         return None if round_.rank == dead else round_.run(lambda: 0, lambda _: 0)
 
     outcomes = ranks.run(body)
@@ -532,7 +534,7 @@ def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
     ranks = Ranks(3)
     pause = threading.Event()
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def work() -> int:
             pause.wait(3.0 if round_.rank == slow else 0.0)  # in one call, without a beat
             return round_.rank
@@ -550,7 +552,7 @@ def test_a_slow_rank_that_beats_is_waited_for(slow: int, monkeypatch: Any) -> No
     ranks = Ranks(3, patience=0.5)
     pause = threading.Event()
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def work() -> int:
             for _ in range(60 if round_.rank == slow else 0):  # three times as long as patience
                 pause.wait(0.025)
@@ -569,7 +571,7 @@ def test_a_slow_decision_is_not_mistaken_for_a_silent_rank(monkeypatch: Any) -> 
     ranks = Ranks(3, patience=0.5)
     pause = threading.Event()
 
-    def body(round_: Exchange) -> Any:
+    def body(round_: StoreChannel) -> Any:
         def decide(results: list[Any]) -> int:
             for _ in range(60):
                 pause.wait(0.025)
@@ -587,7 +589,9 @@ def test_rounds_on_one_store_do_not_meet() -> None:
     for number in range(3):
         ranks = Ranks(3)
         ranks.store = store
-        ranks.exchanges = [Exchange(store, r, 3, f"round {number}", PATIENT, "x") for r in range(3)]
+        ranks.exchanges = [
+            StoreChannel(store, r, 3, f"round {number}", PATIENT, "x") for r in range(3)
+        ]
         assert (
             ranks.run(lambda e, n=number: e.run(lambda: [n, e.rank], json.dumps))
             == [json.dumps([[number, rank] for rank in range(3)])] * 3
@@ -596,7 +600,7 @@ def test_rounds_on_one_store_do_not_meet() -> None:
 
 
 def test_one_rank_needs_no_store() -> None:
-    alone = Exchange(None, 0, 1, "token", PATIENT, "testing")
+    alone = StoreChannel(None, 0, 1, "token", PATIENT, "testing")
     alone.beat()
     assert alone.run(lambda: [1], lambda results: results) == [[1]]
 
@@ -620,8 +624,8 @@ class Gone(dist.HashStore):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_is_lost_is_explained(rank: int, store: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(*EXCHANGE_ANSWER_SECONDS, 0.2)
-    alone = Exchange(store(), rank, 2, "token", 0.2, "testing", lambda: "who was where")
+    alone = StoreChannel(store(), rank, 2, "token", 0.2, "testing", lambda: "who was where")
     with pytest.raises(RuntimeError, match="who was where") as caught:
         alone.run(lambda: 0, lambda _: 0)
-    assert isinstance(caught.value.__cause__, exchange.StoreLost)
+    assert isinstance(caught.value.__cause__, agreement.StoreLost)
     assert not alone.is_decided

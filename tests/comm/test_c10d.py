@@ -23,12 +23,12 @@ from inside import (
     reducer_of,
     share_no_memory,
 )
-from models import Mlp, assert_same_on_all_ranks, feed, seed_of
+from models import Mlp, assert_same_on_all_ranks, hooks, seed_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer, estimate
-from onecopy.transport import Transport
+from onecopy.comm.group import RankGroup
 
 COLLECTIVES = (
     ALL_GATHER_SINGLE,
@@ -57,7 +57,7 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
 
 def train(world: World, model: nn.Module, optimizer: Any, steps: int = 2) -> None:
     for step in range(steps):
-        feed(model, model.batch(seed_of(world, step))).backward()
+        hooks(model, model.batch(seed_of(world, step))).backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait()
@@ -76,7 +76,7 @@ def test_only_collectives_are_launched_and_no_memory_is_shared(
     model = Mlp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONECOPY_COMM", "c10d")
-        patch.setattr(*FIND_NEIGHBOURS, lambda *_: pytest.fail("neighbours"))
+        patch.setattr(*FIND_NEIGHBOURS, lambda *_: pytest.fail("local_ranks"))
         patch.setattr(*SHARED_MEMORY, lambda *_: pytest.fail("shared memory"))
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), SGD, partition=partition, bucket_mb=0.0005, lr=0.1
@@ -179,9 +179,9 @@ def test_ranks_that_choose_differently_disagree_at_once(world: World) -> None:
     for asked in ("auto", "c10d", ""):  # and nothing is broken
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ONECOPY_COMM", asked)
-            transport = Transport()
-        assert transport.is_native(torch.device("cpu")) == (asked == "c10d")
-        assert transport.sends_one_by_one(torch.device("cpu")) == (asked != "c10d")
+            rank_group = RankGroup()
+        assert rank_group.is_native(torch.device("cpu")) == (asked == "c10d")
+        assert rank_group.sends_one_by_one(torch.device("cpu")) == (asked != "c10d")
 
 
 @distributed(1, 3)

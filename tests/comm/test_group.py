@@ -21,12 +21,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.transport import (
-    Part,
-    Transport,
-    bytes_from_tensor,
-    tensor_from_bytes,
-)
+from onecopy.comm.group import Part, RankGroup, bytes_from_tensor, tensor_from_bytes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.uint8]
 
@@ -40,7 +35,7 @@ def filled(length: int, value: int, dtype: torch.dtype = torch.float32) -> torch
 
 @distributed(1, 2, 3, 4)
 def test_share_brings_every_part_from_its_owner_to_all(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     for dtype in DTYPES:
         lengths = [5, 0, 1, 300]
         parts = [
@@ -48,11 +43,11 @@ def test_share_brings_every_part_from_its_owner_to_all(world: World) -> None:
             for owner in reversed(range(world.size))
             for length in lengths
         ]
-        transport.share(parts).wait()
+        rank_group.share(parts).wait()
         for owner, tensor, _ in parts:
             # What the owner had put there: ten times its rank, plus its rank.
             assert torch.equal(tensor, filled(tensor.numel(), 11 * owner, dtype))
-    transport.share([]).wait()
+    rank_group.share([]).wait()
 
 
 @distributed(2, 3)
@@ -98,7 +93,7 @@ def test_ranks_that_step_two_optimizers_in_different_orders_do_not_mix_them(worl
 
 @distributed(1, 2, 3, 4)
 def test_several_shares_in_flight_do_not_mix(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     rounds = [
         [
             Part(owner, filled(7 + r, 100 * r + 10 * owner + world.rank))
@@ -106,7 +101,7 @@ def test_several_shares_in_flight_do_not_mix(world: World) -> None:
         ]
         for r in range(5)
     ]
-    pending = [transport.share(parts) for parts in rounds]
+    pending = [rank_group.share(parts) for parts in rounds]
     for p in reversed(pending):
         p.wait()
     for r, parts in enumerate(rounds):
@@ -116,23 +111,23 @@ def test_several_shares_in_flight_do_not_mix(world: World) -> None:
 
 @distributed(1, 2, 3, 4)
 def test_all_gather_slots_fills_a_buffer_in_place(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     for dtype in (torch.float32, torch.bfloat16):
         buffer = filled(world.size * 6, 99, dtype)
         buffer[world.rank * 6 : (world.rank + 1) * 6] = world.rank + 1
-        transport.all_gather_slots(buffer).wait()
+        rank_group.all_gather_slots(buffer).wait()
         expected = torch.arange(1, world.size + 1).repeat_interleave(6).to(dtype)
         assert torch.equal(buffer, expected)
 
 
 @distributed(2, 3, 4)
 def test_send_and_receive_match_by_tag(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     messages = [filled(4, 100 * tag + world.rank) for tag in range(3)]
     room = [torch.empty(4) for _ in range(3)]
-    receives = [transport.receive(room[tag], left, tag) for tag in (2, 0, 1)]
-    sends = [transport.send(messages[tag], right, tag) for tag in (1, 2, 0)]
+    receives = [rank_group.receive(room[tag], left, tag) for tag in (2, 0, 1)]
+    sends = [rank_group.send(messages[tag], right, tag) for tag in (1, 2, 0)]
     for pending in (*sends, *receives):
         pending.wait()
     for tag in range(3):
@@ -141,21 +136,21 @@ def test_send_and_receive_match_by_tag(world: World) -> None:
 
 @distributed(1, 2, 3)
 def test_traffic_counts_what_this_rank_sends(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     others = world.size - 1
-    transport.share([Part(0, torch.ones(10)), Part(world.size - 1, torch.ones(3))]).wait()
+    rank_group.share([Part(0, torch.ones(10)), Part(world.size - 1, torch.ones(3))]).wait()
     expected = 40 * others * (world.rank == 0) + 12 * others * (world.rank == world.size - 1)
-    assert transport.traffic.bytes == expected
-    transport.all_gather_slots(torch.ones(4 * world.size)).wait()
-    assert transport.traffic.bytes == expected + 16 * others
-    messages = transport.traffic.messages
+    assert rank_group.traffic.bytes == expected
+    rank_group.all_gather_slots(torch.ones(4 * world.size)).wait()
+    assert rank_group.traffic.bytes == expected + 16 * others
+    messages = rank_group.traffic.messages
     if world.size > 1 and world.rank == 1:
-        transport.send(torch.ones(2), 0).wait()
-        assert transport.traffic.messages == messages + 1
-        assert transport.traffic.bytes == expected + 16 * others + 8
+        rank_group.send(torch.ones(2), 0).wait()
+        assert rank_group.traffic.messages == messages + 1
+        assert rank_group.traffic.bytes == expected + 16 * others + 8
     elif world.size > 1 and world.rank == 0:
-        transport.receive(torch.empty(2), 1).wait()
-        assert transport.traffic.messages == messages
+        rank_group.receive(torch.empty(2), 1).wait()
+        assert rank_group.traffic.messages == messages
 
 
 # ------------------------------------------------------------------ small things
@@ -163,7 +158,7 @@ def test_traffic_counts_what_this_rank_sends(world: World) -> None:
 
 @distributed(1, 2, 3, 4)
 def test_minimum_and_maximum_of_any_integers(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     columns = [
         [0, 0, 0, 0],
@@ -175,26 +170,26 @@ def test_minimum_and_maximum_of_any_integers(world: World) -> None:
     ]
     mine = torch.tensor([column[world.rank] for column in columns])
     kept = mine.clone()
-    lowest, highest = transport.minimum_and_maximum(mine)
+    lowest, highest = rank_group.minimum_and_maximum(mine)
     assert lowest.tolist() == [min(column[: world.size]) for column in columns]
     assert highest.tolist() == [max(column[: world.size]) for column in columns]
     assert torch.equal(mine, kept)
-    empty = transport.minimum_and_maximum(torch.empty(0, dtype=torch.int64))
+    empty = rank_group.minimum_and_maximum(torch.empty(0, dtype=torch.int64))
     assert [part.numel() for part in empty] == [0, 0]
 
 
 @distributed(1, 2, 3, 4)
 def test_bytes_go_everywhere(world: World) -> None:
-    transport = Transport()
+    rank_group = RankGroup()
     payload = bytes([world.rank]) * 3 + b"\0\xff"
     everyone = [bytes([rank]) * 3 + b"\0\xff" for rank in range(world.size)]
-    assert transport.all_gather_bytes(payload) == everyone
-    assert transport.all_gather_bytes(b"") == [b""] * world.size
+    assert rank_group.all_gather_bytes(payload) == everyone
+    assert rank_group.all_gather_bytes(b"") == [b""] * world.size
     for source in range(world.size):
         for text in (b"", b"x", bytes(range(256)) * 20):
             mine = text + bytes([world.rank]) if text else b""
             expected = text + bytes([source]) if text else b""
-            got = transport.broadcast_bytes(mine if world.rank == source else None, source)
+            got = rank_group.broadcast_bytes(mine if world.rank == source else None, source)
             assert got == expected
 
 
@@ -241,17 +236,17 @@ def timeout_of(group: Any) -> timedelta:
 def test_the_private_group_has_the_timeout_and_the_ranks_of_the_users(world: World) -> None:
     if not hasattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options"):
         pytest.skip("this torch does not tell a gloo group's timeout")
-    default = Transport()
+    default = RankGroup()
     assert timeout_of(dist.group.WORLD) == timedelta(seconds=47)
     assert timeout_of(private_group_of(default)) == timedelta(seconds=47)
     ranks = list(range(1, world.size))
     subgroup = dist.new_group(ranks, timeout=timedelta(seconds=33))
     if world.rank in ranks:
-        transport = Transport(subgroup)
-        assert (transport.rank, transport.world_size) == (world.rank - 1, world.size - 1)
+        rank_group = RankGroup(subgroup)
+        assert (rank_group.rank, rank_group.world_size) == (world.rank - 1, world.size - 1)
         if world.size > 2:
-            assert timeout_of(private_group_of(transport)) == timedelta(seconds=33)
-        assert dist.get_process_group_ranks(private_group_of(transport)) == ranks
+            assert timeout_of(private_group_of(rank_group)) == timedelta(seconds=33)
+        assert dist.get_process_group_ranks(private_group_of(rank_group)) == ranks
 
 
 @distributed(3, 4)
@@ -260,16 +255,16 @@ def test_a_subgroup_uses_its_own_ranks(world: World) -> None:
     subgroup = dist.new_group(members)
     if world.rank not in members:
         return
-    transport = Transport(subgroup)
-    parts = [Part(owner, filled(5, 10 * owner + transport.rank)) for owner in (0, 1)]
-    transport.share(parts).wait()
+    rank_group = RankGroup(subgroup)
+    parts = [Part(owner, filled(5, 10 * owner + rank_group.rank)) for owner in (0, 1)]
+    rank_group.share(parts).wait()
     assert [part.tensor[0].item() for part in parts] == [0, 11]
-    assert transport.broadcast_bytes(b"hi" if transport.rank == 1 else None, 1) == b"hi"
-    if transport.rank == 0:
-        transport.send(filled(2, 7), 1).wait()
+    assert rank_group.broadcast_bytes(b"hi" if rank_group.rank == 1 else None, 1) == b"hi"
+    if rank_group.rank == 0:
+        rank_group.send(filled(2, 7), 1).wait()
     else:
         room = torch.empty(2)
-        transport.receive(room, 0).wait()
+        rank_group.receive(room, 0).wait()
         assert room.tolist() == [7, 7]
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.ledger import CommStats, Ledger, Phase, Traffic, comm_stats
+from onecopy.comm.stats import CommStats, Counters, Phase, Traffic, comm_stats
 
 ELEMENTS = 328  # of an Mlp
 STEPS = 3
@@ -32,45 +32,45 @@ def test_traffic_counts_what_is_sent() -> None:
 
 def test_a_transfer_is_exposed_at_its_ends_and_hidden_between_them() -> None:
     traffic = Traffic()
-    ledger = Ledger(traffic)
-    with ledger.launching(Phase.GATHER, 1):
+    counters = Counters(traffic)
+    with counters.launching(Phase.GATHER, 1):
         traffic.add(torch.zeros(10))
         time.sleep(0.01)
     time.sleep(0.03)
-    with ledger.waiting(Phase.GATHER, 1):
+    with counters.waiting(Phase.GATHER, 1):
         time.sleep(0.02)
-    (found,) = comm_stats(ledger, traffic, steps=1).buckets
+    (found,) = comm_stats(counters, traffic, steps=1).buckets
     assert (found.phase, found.bucket, found.times) == ("gather", 1, 1)
     assert (found.messages, found.bytes) == (1, 40)
     assert found.exposed >= 0.03
     assert found.hidden >= 0.03
-    (account,) = ledger.accounts
+    (account,) = counters.accounts
     assert found.exposed == account.launching + account.waiting
     assert found.hidden == pytest.approx(account.under_way - account.waiting)
 
 
 def test_what_others_send_meanwhile_is_not_on_the_account() -> None:
     traffic = Traffic()
-    ledger = Ledger(traffic)
+    counters = Counters(traffic)
     traffic.add(torch.zeros(10))
-    with ledger.launching(Phase.REDUCE, 0):
+    with counters.launching(Phase.REDUCE, 0):
         traffic.add(torch.zeros(5))
     traffic.add(torch.zeros(10))
-    stats = comm_stats(ledger, traffic, steps=1)
+    stats = comm_stats(counters, traffic, steps=1)
     assert [each.bytes for each in stats.buckets] == [20]
     assert (stats.bytes, stats.messages) == (100, 3)
     assert stats.buckets[0].hidden == 0  # nobody has waited for it yet
 
 
 def test_a_launch_that_fails_is_not_counted() -> None:
-    ledger = Ledger(Traffic())
-    with pytest.raises(ZeroDivisionError), ledger.launching(Phase.REDUCE, 0):
+    counters = Counters(Traffic())
+    with pytest.raises(ZeroDivisionError), counters.launching(Phase.REDUCE, 0):
         _ = 1 / 0
-    assert [account.times for account in ledger.accounts] == [0]
+    assert [account.times for account in counters.accounts] == [0]
 
 
 def test_before_the_first_step_there_is_nothing_to_tell() -> None:
-    stats = comm_stats(Ledger(Traffic()), Traffic(), steps=0)
+    stats = comm_stats(Counters(Traffic()), Traffic(), steps=0)
     assert stats == CommStats(0, 0, 0, ())
     assert stats.as_dict() == {"steps": 0, "messages": 0, "bytes": 0}
     assert "0 steps" in str(stats)
@@ -96,7 +96,7 @@ def trained(world: World, kind: str, **options: Any) -> ZeroRedundancyOptimizer:
 
 
 def owned_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
-    return sum(piece.numel for piece in plan_of(optimizer).pieces(optimizer.rank)) * 4
+    return sum(shard.numel for shard in plan_of(optimizer).shards(optimizer.rank)) * 4
 
 
 @pytest.mark.parametrize(

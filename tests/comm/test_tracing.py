@@ -26,10 +26,20 @@ from models import SMALL_BUCKETS, Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-import onecopy.timeline
+import onecopy.comm.stats
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.timeline import Cost, Span, Step, Timeline, Transfer, flights, length, overlap, union
-from onecopy.tracing import Order
+from onecopy.comm.stats import (
+    Cost,
+    Order,
+    Span,
+    Step,
+    Timeline,
+    Transfer,
+    length,
+    overlap,
+    transfer_events,
+    union,
+)
 
 # ------------------------------------------------------------------ what is asked for
 
@@ -122,7 +132,7 @@ def test_every_phase_of_every_bucket_is_named(world: World, kind: str, tmp_path:
     named = Counter(e["name"].removeprefix("onecopy::") for e in events if e.get("ph") == "X")
     optimizer = training.optimizer
     buckets = range(len(plan_of(optimizer).buckets))
-    mine = {owned.piece.bucket for owned in local_of(optimizer).pieces}
+    mine = {owned.shard.bucket for owned in local_of(optimizer).shards}
     for bucket in buckets:
         assert named[f"gather {bucket}"] == 2
         # If lazy, those of the step before are awaited in the first traced forward.
@@ -350,7 +360,7 @@ def test_a_moment_counts_once_whatever_is_under_way() -> None:
 
 
 def test_flights_are_asynchronous_events_on_rows_of_their_own() -> None:
-    found = flights(Timeline.of(TRACE).transfers(), pid=7)
+    found = transfer_events(Timeline.of(TRACE).transfers(), pid=7)
     assert [(each["ph"], each["name"], each["ts"]) for each in found[:4]] == [
         ("b", "reduce 0 under way", 10),
         ("e", "reduce 0 under way", 31),
@@ -423,7 +433,7 @@ def test_transfers_pair_launches_and_waits(spans: list[Span]) -> None:
 
 
 def test_the_examples_in_docstrings() -> None:
-    assert doctest.testmod(onecopy.timeline).failed == 0
+    assert doctest.testmod(onecopy.comm.stats).failed == 0
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -1e300, "1e999"])

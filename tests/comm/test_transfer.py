@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import OWN_PARCEL_BYTES, PARCEL_BYTES, pack, unpack
 
-from onecopy.parcels import (
+from onecopy.comm.transfer import (
     PACKED_BYTES,
     RANGE_BYTES,
     Form,
@@ -24,9 +24,9 @@ from onecopy.parcels import (
     Range,
     decode,
     encode,
-    parcels,
     receive_tensors,
     send_tensors,
+    split_into_messages,
 )
 
 BUSY = [HealthCheck.too_slow]  # a busy machine is no fault of a test
@@ -164,7 +164,7 @@ SIZES = st.lists(
 @settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
 def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: list[int]) -> None:
     covered: dict[int, list[Range]] = {}
-    for parcel in parcels(sizes):
+    for parcel in split_into_messages(sizes):
         assert parcel
         assert all(r.nbytes > 0 for r in parcel)
         total = sum(r.nbytes for r in parcel)
@@ -181,9 +181,9 @@ def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: li
 
 
 def test_small_tensors_travel_together() -> None:
-    assert len(list(parcels([4] * 10_000))) == 1
-    assert len(list(parcels([OWN_PARCEL_BYTES - 1] * 65))) == 2
-    assert list(parcels([])) == list(parcels([0, 0])) == []
+    assert len(list(split_into_messages([4] * 10_000))) == 1
+    assert len(list(split_into_messages([OWN_PARCEL_BYTES - 1] * 65))) == 2
+    assert list(split_into_messages([])) == list(split_into_messages([0, 0])) == []
 
 
 @given(
@@ -197,7 +197,7 @@ def test_packing_and_unpacking_keeps_every_bit_of_every_dtype(
     tensors = [random_bits(dtype, numel, seed) for dtype, numel in forms]
     rooms = [torch.zeros_like(tensor) for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    for parcel in parcels(sizes):
+    for parcel in split_into_messages(sizes):
         buffer = torch.empty(sum(r.nbytes for r in parcel), dtype=torch.uint8)
         pack(parcel, tensors, buffer)
         unpack(parcel, rooms, buffer)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from onecopy.notes import ANSWER_WITHIN, REPORT_WITHIN
+from onecopy.comm.monitor import ANSWER_WITHIN, REPORT_WITHIN
 
 SCRIPT = Path(__file__).parents[1] / "support" / "interrupted.py"
 PATIENCE = 90.0  # seconds to start and to come to a place, on a busy machine

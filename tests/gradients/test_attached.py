@@ -35,7 +35,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.gatherer import LENT
+from onecopy.planning.sizes import SHARED_BUFFERS
 
 pytestmark = pytest.mark.also_c10d
 
@@ -43,10 +43,10 @@ pytestmark = pytest.mark.also_c10d
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
 @EVERY_CLASS
-def test_every_elementwise_class(world: World, feed: str, case: str) -> None:
+def test_every_elementwise_class(world: World, hooks: str, case: str) -> None:
     torch.manual_seed(0)
     cls, options = CASES[case]
-    twins = AttachedTwins(world, Mlp(), cls, feed, groups=weights_and_biases, **options)
+    twins = AttachedTwins(world, Mlp(), cls, hooks, groups=weights_and_biases, **options)
     assert len(plan_of(twins.optimizer).buckets) > 1 or world.size == 1
     twins.train(4)
 
@@ -54,9 +54,9 @@ def test_every_elementwise_class(world: World, feed: str, case: str) -> None:
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
 @pytest.mark.parametrize("model", [ConvNet, MixedNet, TiedNet])
-def test_models(world: World, feed: str, model: Any) -> None:
+def test_models(world: World, hooks: str, model: Any) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, model(), AdamW, feed, lr=0.01)
+    twins = AttachedTwins(world, model(), AdamW, hooks, lr=0.01)
     # In bfloat16 one rounding of a gradient shows in all that follows from it.
     twins.train(1 if model is MixedNet and world.size > 2 else 4)
 
@@ -65,22 +65,22 @@ def test_models(world: World, feed: str, model: Any) -> None:
 @EVERY_FEED
 @pytest.mark.parametrize("bucket_mb", [1e-5, 25])
 @pytest.mark.parametrize("flat", [False, True])
-def test_any_size_of_bucket(world: World, feed: str, bucket_mb: float, flat: bool) -> None:
+def test_any_size_of_bucket(world: World, hooks: str, bucket_mb: float, flat: bool) -> None:
     torch.manual_seed(0)
     zero = {"bucket_mb": bucket_mb, "parameters_as_bucket_view": flat}
-    AttachedTwins(world, Mlp(), AdamW, feed, zero=zero, lr=0.01).train(3)
+    AttachedTwins(world, Mlp(), AdamW, hooks, zero=zero, lr=0.01).train(3)
 
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_classes_that_need_whole_tensors(world: World, feed: str) -> None:
+def test_classes_that_need_whole_tensors(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, ConvNet(), torch.optim.Adafactor, feed, lr=0.01)
+    twins = AttachedTwins(world, ConvNet(), torch.optim.Adafactor, hooks, lr=0.01)
     twins.train(3)
     if hasattr(torch.optim, "Muon"):
         model = nn.Sequential(nn.Linear(7, 9, bias=False), nn.Linear(9, 5, bias=False))
         model.batch = lambda seed: torch.randn(4, 7, generator=generator(*seed))
-        muon = AttachedTwins(world, Loss(model), torch.optim.Muon, feed, lr=0.01)
+        muon = AttachedTwins(world, Loss(model), torch.optim.Muon, hooks, lr=0.01)
         muon.train(3, rtol=1e-2, atol=1e-2) if world.size > 2 else muon.train(3)
 
 
@@ -99,16 +99,16 @@ class Loss(nn.Module):
 @EVERY_FEED
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_gathers_lend_the_memory_that_gradients_have_left(
-    world: World, feed: str, reduce_dtype: torch.dtype | None
+    world: World, hooks: str, reduce_dtype: torch.dtype | None
 ) -> None:
     """If they are of the same dtype, and while the optimizer is attached. Nobody looks at gradients
     before the step, so that it begins while the last buckets are under way."""
     torch.manual_seed(0)
     zero = {"parameters_as_bucket_view": True, "bucket_mb": SMALL_BUCKETS / 4}
     attach = {"reduce_dtype": reduce_dtype}
-    twins = AttachedTwins(world, Mlp(), SGD, feed, zero=zero, attach=attach, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, zero=zero, attach=attach, lr=0.1)
     optimizer = twins.optimizer
-    assert len(plan_of(optimizer).buckets) > 2 * LENT
+    assert len(plan_of(optimizer).buckets) > 2 * SHARED_BUFFERS
     for _ in range(3):
         twins.backward()
         twins.step()
@@ -132,10 +132,10 @@ def alternating(seed: Any) -> tuple[bool, bool]:
 
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
-def test_branches_that_only_some_ranks_take(world: World, feed: str) -> None:
+def test_branches_that_only_some_ranks_take(world: World, hooks: str) -> None:
     torch.manual_seed(0)
     twins = AttachedTwins(
-        *(world, BranchNet(alternating), AdamW, feed),
+        *(world, BranchNet(alternating), AdamW, hooks),
         ddp={"find_unused_parameters": True},
         lr=0.01,
         weight_decay=0.1,  # moves a parameter whose gradient is zero, but not one that has none
@@ -165,9 +165,9 @@ def test_kinds_of_ddp(world: World, ddp: dict[str, Any]) -> None:
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_no_sync_accumulates_on_this_rank(world: World, feed: str) -> None:
+def test_no_sync_accumulates_on_this_rank(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1, momentum=0.9)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1, momentum=0.9)
     for _ in range(3):
         twins.backward(synced=False)
         twins.backward(synced=False)
@@ -180,9 +180,9 @@ def test_no_sync_accumulates_on_this_rank(world: World, feed: str) -> None:
 @pytest.mark.smoke
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_several_backwards_accumulate_on_the_shard(world: World, feed: str) -> None:
+def test_several_backwards_accumulate_on_the_shard(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1, momentum=0.9)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1, momentum=0.9)
     for _ in range(3):
         twins.backward()
         twins.backward()
@@ -192,9 +192,9 @@ def test_several_backwards_accumulate_on_the_shard(world: World, feed: str) -> N
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_no_sync_restores_what_was_before_in_every_case(world: World, feed: str) -> None:
+def test_no_sync_restores_what_was_before_in_every_case(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     with twins.no_sync():
         with pytest.raises(ZeroDivisionError), twins.no_sync():
             raise ZeroDivisionError
@@ -208,12 +208,12 @@ def test_no_sync_restores_what_was_before_in_every_case(world: World, feed: str)
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_a_parameter_used_inside_no_sync_only(world: World, feed: str) -> None:
+def test_a_parameter_used_inside_no_sync_only(world: World, hooks: str) -> None:
     """Its gradient is on this rank when the bucket leaves that it is in."""
     torch.manual_seed(0)
     takes = iter([(True, False)] * 2 + [(False, True)] * 2)
     twins = AttachedTwins(
-        *(world, BranchNet(lambda _: next(takes)), SGD, feed),
+        *(world, BranchNet(lambda _: next(takes)), SGD, hooks),
         ddp={"find_unused_parameters": True},
         lr=0.1,
     )
@@ -223,10 +223,10 @@ def test_a_parameter_used_inside_no_sync_only(world: World, feed: str) -> None:
     for synced in (False, True):
         batch = twins.batch()
         with contextlib.nullcontext() if synced else twins.optimizer.no_sync():
-            models.feed(twins.ddp, batch).backward()
+            models.hooks(twins.ddp, batch).backward()
         losses.append(batch)
     for batch in losses:
-        models.feed(twins.plain_model, batch).backward()
+        models.hooks(twins.plain_model, batch).backward()
     models.average_gradients(twins.plain_model.parameters())
     twins.assert_same_gradients()
 
@@ -237,9 +237,9 @@ def test_a_parameter_used_inside_no_sync_only(world: World, feed: str) -> None:
 @distributed(1, 2)
 @EVERY_FEED
 @pytest.mark.parametrize("who", ["optimizer", "ddp", "module"])
-def test_whoever_clears_the_gradients_clears_the_shards(world: World, feed: str, who: str) -> None:
+def test_whoever_clears_the_gradients_clears_the_shards(world: World, hooks: str, who: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1, momentum=0.9)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1, momentum=0.9)
     twins.backward()
     {"optimizer": twins.optimizer, "ddp": twins.ddp, "module": twins.model}[who].zero_grad()
     twins.plain.zero_grad()
@@ -249,9 +249,9 @@ def test_whoever_clears_the_gradients_clears_the_shards(world: World, feed: str,
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_a_step_uses_up_the_gradients(world: World, feed: str) -> None:
+def test_a_step_uses_up_the_gradients(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     for _ in range(3):
         twins.plain.zero_grad()
         twins.backward()  # without zero_grad of ours
@@ -321,11 +321,11 @@ class Checkpointed(TiedNet):
 
 @distributed(1, 2, 3)
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("feed", ["module", "ddp"])
-def test_activation_checkpointing(world: World, feed: str, reentrant: bool) -> None:
+@pytest.mark.parametrize("hooks", ["module", "ddp"])
+def test_activation_checkpointing(world: World, hooks: str, reentrant: bool) -> None:
     torch.manual_seed(0)
     ddp = {"static_graph": True}  # without it DDP itself refuses a weight that is used twice
-    twins = AttachedTwins(world, Checkpointed(reentrant), AdamW, feed, ddp=ddp, lr=0.01)
+    twins = AttachedTwins(world, Checkpointed(reentrant), AdamW, hooks, ddp=ddp, lr=0.01)
     # Two parts of one gradient, averaged one by one, round differently.
     twins.train(4, **({"rtol": 1e-4, "atol": 1e-5} if reentrant else {}))
 
@@ -345,9 +345,9 @@ def test_a_loss_that_is_not_made_of_the_modules_output(world: World) -> None:
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_a_gradient_penalty_is_no_backward_of_ours(world: World, feed: str) -> None:
+def test_a_gradient_penalty_is_no_backward_of_ours(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     for _ in range(2):
         batch = twins.batch().requires_grad_()
         for module in (twins.plain_ddp, twins.ddp):
@@ -451,12 +451,12 @@ def test_a_group_that_is_added_while_attached(world: World) -> None:
 
 @distributed(4)
 @EVERY_FEED
-def test_a_subgroup_whose_ranks_are_others(world: World, feed: str) -> None:
+def test_a_subgroup_whose_ranks_are_others(world: World, hooks: str) -> None:
     group = dist.new_group([1, 3])
     if world.rank in (1, 3):
         torch.manual_seed(0)
         twins = AttachedTwins(
-            *(world, Mlp(), AdamW, feed),
+            *(world, Mlp(), AdamW, hooks),
             ddp={"process_group": group},
             zero={"process_group": group},
             lr=0.01,
@@ -469,10 +469,10 @@ def test_a_subgroup_whose_ranks_are_others(world: World, feed: str) -> None:
 
 @distributed(1, 2, 4)
 @EVERY_FEED
-def test_bfloat16_gradients_are_summed_in_float32(world: World, feed: str) -> None:
+def test_bfloat16_gradients_are_summed_in_float32(world: World, hooks: str) -> None:
     model = nn.Linear(5, 4, bias=False, dtype=torch.bfloat16)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer.attach(module, reduce_dtype=torch.float32)
     # 256 + 1 + 1 + 1 is 256 in bfloat16, step by step, and 259, rounded 260, in float32.
     value = 256.0 if world.rank == 0 else 1.0
@@ -483,12 +483,12 @@ def test_bfloat16_gradients_are_summed_in_float32(world: World, feed: str) -> No
 
 @distributed(2, 3)
 @EVERY_FEED
-def test_a_narrow_wire_halves_the_bytes(world: World, feed: str) -> None:
+def test_a_narrow_wire_halves_the_bytes(world: World, hooks: str) -> None:
     torch.manual_seed(0)
     sent = {}
     for dtype in (None, torch.bfloat16):
         twins = AttachedTwins(
-            world, Mlp(), SGD, feed, zero={"bucket_mb": 25}, attach={"reduce_dtype": dtype}, lr=0.1
+            world, Mlp(), SGD, hooks, zero={"bucket_mb": 25}, attach={"reduce_dtype": dtype}, lr=0.1
         )
         before = traffic_of(twins.optimizer).bytes
         twins.backward()
@@ -601,14 +601,14 @@ def test_an_exception_in_backward_is_not_the_end(world: World, clears: bool) -> 
 @distributed(1, 2, 3)
 @EVERY_FEED
 @pytest.mark.parametrize("pending", [False, True], ids=["before backward", "after backward"])
-def test_a_group_is_added_and_trained(world: World, feed: str, pending: bool) -> None:
+def test_a_group_is_added_and_trained(world: World, hooks: str, pending: bool) -> None:
     torch.manual_seed(0)
     model, late = Mlp(), nn.Linear(5, 4)
     model.late = late
     plain = copy.deepcopy(model)
     for parameter in late.parameters():
         parameter.requires_grad_(False)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer = ZeroRedundancyOptimizer(
         [p for p in model.parameters() if p.requires_grad], SGD, bucket_mb=1e-4, lr=0.1
     )
@@ -641,11 +641,11 @@ def test_a_group_is_added_and_trained(world: World, feed: str, pending: bool) ->
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_what_was_unfrozen_is_clipped_with_the_rest(world: World, feed: str) -> None:
+def test_what_was_unfrozen_is_clipped_with_the_rest(world: World, hooks: str) -> None:
     torch.manual_seed(0)
     model = Mlp()
     model.second.requires_grad_(False)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     optimizer.attach(module)
     module(model.batch((1, 1))).backward()
@@ -666,9 +666,9 @@ def test_what_was_unfrozen_is_clipped_with_the_rest(world: World, feed: str) -> 
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_a_step_after_no_sync_alone_is_refused(world: World, feed: str) -> None:
+def test_a_step_after_no_sync_alone_is_refused(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     twins.backward(synced=False)
     with pytest.raises(RuntimeError, match=r"not averaged.*inside no_sync\(\)"):
         twins.optimizer.step()
@@ -678,8 +678,8 @@ def test_a_step_after_no_sync_alone_is_refused(world: World, feed: str) -> None:
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_a_second_optimizer_on_the_same_module_is_refused(world: World, feed: str) -> None:
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+def test_a_second_optimizer_on_the_same_module_is_refused(world: World, hooks: str) -> None:
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     second = ZeroRedundancyOptimizer(twins.model.parameters(), SGD, lr=0.1)
     with pytest.raises(ValueError, match="another optimizer is attached"):
         second.attach(twins.ddp)
@@ -727,9 +727,9 @@ def test_an_attached_module_can_be_copied_and_pickled(world: World, lazy: bool) 
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_an_optimizer_that_is_gone_leaves_gradients_alone(world: World, feed: str) -> None:
+def test_an_optimizer_that_is_gone_leaves_gradients_alone(world: World, hooks: str) -> None:
     model = Mlp()
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     optimizer.attach(module)
     gone = weakref.ref(optimizer)
@@ -742,8 +742,8 @@ def test_an_optimizer_that_is_gone_leaves_gradients_alone(world: World, feed: st
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_detach_lets_go_of_the_gradients_memory(world: World, feed: str) -> None:
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+def test_detach_lets_go_of_the_gradients_memory(world: World, hooks: str) -> None:
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     for _ in range(2):
         twins.backward()
         reducer = weakref.ref(reducer_of(twins.optimizer))
@@ -797,13 +797,13 @@ class TwoPlain:
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-def test_muon_and_adamw_in_one_object(world: World, feed: str, lazy: bool) -> None:
+def test_muon_and_adamw_in_one_object(world: World, hooks: str, lazy: bool) -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     torch.manual_seed(0)
     attach = {"lazy_gather": lazy}
     twins = AttachedTwins(
-        *(world, Mlp(width=24), AdamW, feed), groups=matrices_and_rest, attach=attach, lr=0.01
+        *(world, Mlp(width=24), AdamW, hooks), groups=matrices_and_rest, attach=attach, lr=0.01
     )
     twins.plain = TwoPlain(twins.plain_model, lr=0.01)
     before = [param.detach().clone() for param in twins.model.parameters()]
@@ -816,9 +816,9 @@ def test_muon_and_adamw_in_one_object(world: World, feed: str, lazy: bool) -> No
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
 @pytest.mark.parametrize("model", [Mlp, TiedNet])
-def test_adafactor(world: World, feed: str, model: Any) -> None:
+def test_adafactor(world: World, hooks: str, model: Any) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, model(), Adafactor, feed, lr=0.05)
+    twins = AttachedTwins(world, model(), Adafactor, hooks, lr=0.05)
     # It divides by the square root of what may be as small as a rounding error.
     twins.train(4, **({"rtol": 1e-4, "atol": 1e-5} if world.size > 2 else {}))
 
@@ -830,11 +830,11 @@ def test_adafactor(world: World, feed: str, model: Any) -> None:
 @EVERY_FEED
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("first", ["attached", "compiled"])
-def test_a_compiled_module(world: World, feed: str, lazy: bool, first: str) -> None:
+def test_a_compiled_module(world: World, hooks: str, lazy: bool, first: str) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     attach = {"lazy_gather": lazy}
-    twins = AttachedTwins(world, Mlp(), AdamW, feed, attach=attach, lr=0.01)
+    twins = AttachedTwins(world, Mlp(), AdamW, hooks, attach=attach, lr=0.01)
     module = twins.ddp
     if first == "compiled":
         twins.optimizer.detach()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.transport import Transport
+from onecopy.comm.group import RankGroup
 
 pytestmark = pytest.mark.also_c10d
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.also_c10d
 class HalfFrozen:
     """A model of which one layer is frozen when the optimizer is built."""
 
-    def __init__(self, world: World, feed: str) -> None:
+    def __init__(self, world: World, hooks: str) -> None:
         torch.manual_seed(0)
-        self.world, self.feed = world, feed
+        self.world, self.hooks = world, hooks
         self.model = Mlp()
         self.model.first.requires_grad_(False)
         self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), AdamW, lr=0.1)
@@ -37,7 +37,7 @@ class HalfFrozen:
 
     def attach(self) -> None:
         self.module: Any = self.model
-        if self.feed == "ddp":
+        if self.hooks == "ddp":
             self.module = DistributedDataParallel(self.model)
         self.optimizer.attach(self.module)
 
@@ -52,9 +52,9 @@ class HalfFrozen:
         return copy.deepcopy(self.model.state_dict())
 
 
-def unfrozen_by_a_group(world: World, feed: str) -> dict[str, torch.Tensor]:
+def unfrozen_by_a_group(world: World, hooks: str) -> dict[str, torch.Tensor]:
     """The same training, with the parameters in the plan from the start."""
-    job = HalfFrozen(world, feed)
+    job = HalfFrozen(world, hooks)
     job.model.first.requires_grad_(True)
     job.optimizer = ZeroRedundancyOptimizer(job.model.parameters(), AdamW, lr=0.1)
     job.attach()
@@ -75,17 +75,17 @@ def assert_equal(
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_unfrozen_before_attach(world: World, feed: str) -> None:
-    job = HalfFrozen(world, feed)
+def test_unfrozen_before_attach(world: World, hooks: str) -> None:
+    job = HalfFrozen(world, hooks)
     job.model.first.requires_grad_(True)
     job.attach()
-    assert_equal(world, job.trained(), unfrozen_by_a_group(world, feed))
+    assert_equal(world, job.trained(), unfrozen_by_a_group(world, hooks))
 
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_unfrozen_while_detached(world: World, feed: str) -> None:
-    job = HalfFrozen(world, feed)
+def test_unfrozen_while_detached(world: World, hooks: str) -> None:
+    job = HalfFrozen(world, hooks)
     job.attach()
     job.step()
     job.optimizer.detach()
@@ -101,15 +101,15 @@ def test_unfrozen_while_detached(world: World, feed: str) -> None:
 @distributed(1, 2)
 @EVERY_FEED
 def test_unfrozen_before_a_load_that_changes_the_plan(
-    world: World, feed: str, tmp_path: Path
+    world: World, hooks: str, tmp_path: Path
 ) -> None:
     """One layer has state in the checkpoint and is frozen here; another was just unfrozen."""
-    saver = HalfFrozen(world, feed)
+    saver = HalfFrozen(world, hooks)
     saver.model.first.requires_grad_(True)
     saver.attach()
     saver.step()
     saver.optimizer.save(tmp_path, saver.model)
-    job = HalfFrozen(world, feed)
+    job = HalfFrozen(world, hooks)
     job.attach()
     job.model.first.weight.requires_grad_(True)
     job.optimizer.load(tmp_path, job.model)
@@ -185,16 +185,16 @@ def test_memory_that_cannot_be_had_for_what_was_unfrozen(world: World, call: int
     backward()
     optimizer.step()
     weights.requires_grad_(True)
-    real, calls = Transport.memory_to_lend, itertools.count(1)
+    real, calls = RankGroup.memory_to_lend, itertools.count(1)
 
-    def scarce(transport: Transport, numbytes: int) -> Any:
+    def scarce(rank_group: RankGroup, numbytes: int) -> Any:
         if next(calls) == call:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(transport, numbytes)
+        return real(rank_group, numbytes)
 
     backward()
     with (
-        mock.patch.object(Transport, "memory_to_lend", scarce),
+        mock.patch.object(RankGroup, "memory_to_lend", scarce),
         pytest.raises(OSError, match="Too many open files"),
     ):
         optimizer.step()

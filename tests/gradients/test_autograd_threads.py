@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import SGD
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.flights import Flights
+from onecopy.gradients.reducer import ReduceScatterQueue
 
 PARAMS = 8
 
@@ -68,9 +68,9 @@ def test_a_bucket_that_is_being_launched_is_launched_by_nobody_else(world: World
     params, optimizer = attached()
     reducer = reducer_of(optimizer)
     launched: list[tuple[int, str]] = []
-    launch = Flights.launch
+    launch = ReduceScatterQueue.launch
 
-    def interrupted(flights: Flights, lane: Any, *args: Any) -> None:
+    def interrupted(flights: ReduceScatterQueue, lane: Any, *args: Any) -> None:
         launched.append((lane.bucket, "begins"))
         if lane.bucket == at and launched.count((at, "begins")) == 1:
             rest = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS - 1 - at)] and None)
@@ -79,7 +79,7 @@ def test_a_bucket_that_is_being_launched_is_launched_by_nobody_else(world: World
         launched.append((lane.bucket, "ends"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flights, "launch", interrupted)
+        patch.setattr(ReduceScatterQueue, "launch", interrupted)
         begin_backward(optimizer)
         gradients(world, params)
         for index in reversed(range(PARAMS - 1 - at, PARAMS)):
@@ -102,7 +102,7 @@ def test_a_bucket_that_could_not_be_launched_is_the_next_one_again(world: World)
         begin_backward(optimizer)
         gradients(world, params)
         reducer.arrived(PARAMS - 1)
-        patch.setattr(Flights, "launch", fail)
+        patch.setattr(ReduceScatterQueue, "launch", fail)
         with pytest.raises(MemoryError):
             reducer.arrived(PARAMS - 2)
     assert next_bucket(optimizer) == 1
@@ -150,9 +150,9 @@ def test_giving_up_waits_for_the_thread_that_launches(world: World, at: int) -> 
     launched: list[tuple[int, str]] = []
     threads: list[threading.Thread] = []
     is_inside, goes_on = threading.Event(), threading.Event()
-    launch = Flights.launch
+    launch = ReduceScatterQueue.launch
 
-    def slow(flights: Flights, lane: Any, *args: Any) -> None:
+    def slow(flights: ReduceScatterQueue, lane: Any, *args: Any) -> None:
         launched.append((lane.bucket, "begins"))
         threads.append(threading.current_thread())
         if lane.bucket == at:
@@ -162,7 +162,7 @@ def test_giving_up_waits_for_the_thread_that_launches(world: World, at: int) -> 
         launched.append((lane.bucket, "ends"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flights, "launch", slow)
+        patch.setattr(ReduceScatterQueue, "launch", slow)
         begin_backward(optimizer)
         gradients(world, params)
         other = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS)] and None, 0)
@@ -192,7 +192,7 @@ def test_giving_up_does_not_wait_for_ever(world: World) -> None:
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flights, "launch", stuck)
+        patch.setattr(ReduceScatterQueue, "launch", stuck)
         begin_backward(optimizer)
         gradients(world, params)
         other = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS)] and None, 0)

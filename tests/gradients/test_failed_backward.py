@@ -310,7 +310,7 @@ def test_a_step_that_cannot_get_its_gradients_leaves_none_behind(world: World) -
     )
     with failing, pytest.raises(Lost):
         optimizer.step()
-    assert all(owned.tensor.grad is None for owned in local_of(optimizer).pieces)
+    assert all(owned.tensor.grad is None for owned in local_of(optimizer).shards)
 
 
 @pytest.mark.also_c10d
@@ -321,16 +321,18 @@ def test_detach_undoes_all_after_a_collective_has_failed(world: World, where: st
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     optimizer.attach(model, lazy_gather=True)
-    shards = shards_of(optimizer)
+    sharded_params = shards_of(optimizer)
     target, method = (
-        (reducer_of(optimizer), "drop") if where == "reducer" else (shards.gatherer, "wait")
+        (reducer_of(optimizer), "drop")
+        if where == "reducer"
+        else (sharded_params.all_gathers, "wait")
     )
     with mock.patch.object(target, method, lost), pytest.raises(Lost):
         optimizer.detach()
     assert "zero_grad" not in model.__dict__
     assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
-    assert shards.follower is None
-    assert not shards.gathers_lazily
+    assert sharded_params.follower is None
+    assert not sharded_params.gathers_lazily
     model(model.batch((world.rank + 1, 1))).backward()
     assert all(param.grad is not None for param in model.parameters())
     with pytest.raises(RuntimeError, match="is not attached"):

@@ -35,7 +35,7 @@ from models import (
     ConvNet,
     Mlp,
     assert_same_on_all_ranks,
-    feed,
+    hooks,
     noise,
     random_parameter,
 )
@@ -48,7 +48,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import GradScaler, RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.join import Party, Turn, find_party
+from onecopy.gradients.join import JoinRound, Turn, find_round
 
 ROUNDS = 5  # of the rank with most inputs
 
@@ -81,7 +81,7 @@ def reference(
         total: list[torch.Tensor | None] = [None for _ in model.parameters()]
         for rank in active:
             opt.zero_grad()
-            feed(model, batch_of(model, rank, step)).backward()
+            hooks(model, batch_of(model, rank, step)).backward()
             for number, param in enumerate(model.parameters()):
                 if param.grad is not None:
                     part = param.grad * (1 / divisor)
@@ -115,7 +115,7 @@ def train(
     with Join([wrapped, opt], **(join or {})):
         for step in range(inputs[world.rank]):
             opt.zero_grad()
-            feed(wrapped, batch_of(model, world.rank, step)).backward()
+            hooks(wrapped, batch_of(model, world.rank, step)).backward()
             opt.step()
             if scheduler is not None:
                 scheduler.step()
@@ -357,7 +357,7 @@ def test_the_optimizer_alone_may_be_joined(world: World, name: str) -> None:
     def gradient(net: Any, step: int) -> None:
         """Of all ranks' data, known to each."""
         net.zero_grad()
-        sum(feed(net, batch_of(net, rank, step)) for rank in range(world.size)).backward()
+        sum(hooks(net, batch_of(net, rank, step)) for rank in range(world.size)).backward()
 
     with Join([opt]):
         for step in range(inputs[world.rank]):
@@ -453,7 +453,7 @@ def test_sparse_gradients_are_refused_on_all_ranks(world: World) -> None:
 @EVERY_FEED
 @pytest.mark.parametrize("divide", [True, False], ids=["by all", "by those that go on"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_uneven_inputs(world: World, feed: str, divide: bool, name: str) -> None:
+def test_uneven_inputs(world: World, hooks: str, divide: bool, name: str) -> None:
     cls, options = CLASSES[name]
     inputs = uneven(world)
     model, expected = build(Mlp), build(Mlp)
@@ -461,18 +461,18 @@ def test_uneven_inputs(world: World, feed: str, divide: bool, name: str) -> None
         *(world, expected, lambda params: cls(params, **options), inputs),
         divide_by_initial_world_size=divide,
     )
-    train_attached(world, model, sharded(model.parameters(), cls, **options), feed, inputs, divide)
+    train_attached(world, model, sharded(model.parameters(), cls, **options), hooks, inputs, divide)
     compare(world, model, expected, exact=world.size <= 2 and divide)
 
 
 @pytest.mark.also_c10d
 @distributed(2, 3)
 @EVERY_FEED
-def test_a_joined_rank_follows_the_schedulers_of_the_others(world: World, feed: str) -> None:
+def test_a_joined_rank_follows_the_schedulers_of_the_others(world: World, hooks: str) -> None:
     inputs = uneven(world)
     model, expected = build(Mlp), build(Mlp)
     reference(world, expected, lambda p: SGD(p, lr=0.1), inputs, gamma=0.5)
-    train_attached(world, model, sharded(model.parameters(), SGD, lr=0.1), feed, inputs, gamma=0.5)
+    train_attached(world, model, sharded(model.parameters(), SGD, lr=0.1), hooks, inputs, gamma=0.5)
     compare(world, model, expected)
 
 
@@ -505,7 +505,7 @@ def test_several_backwards_in_a_step_of_a_bare_module(world: World) -> None:
 @pytest.mark.also_c10d
 @distributed(2, 3)
 @EVERY_FEED
-def test_ranks_that_have_joined_take_part_in_clipping(world: World, feed: str) -> None:
+def test_ranks_that_have_joined_take_part_in_clipping(world: World, hooks: str) -> None:
     inputs = uneven(world)
     model, expected = build(Mlp), build(Mlp)
     norms: list[float] = []
@@ -522,7 +522,7 @@ def test_ranks_that_have_joined_take_part_in_clipping(world: World, feed: str) -
         found.append(float(opt.clip_grad_norm_(0.1 / (step + 1))))
         assert torch.equal(opt.grad_norm(), opt.grad_norm())
 
-    train_attached(world, model, opt, feed, inputs, look=ours)
+    train_attached(world, model, opt, hooks, inputs, look=ours)
     assert found == pytest.approx(norms[: inputs[world.rank]])
     compare(world, model, expected, exact=False)
 
@@ -531,7 +531,7 @@ def test_ranks_that_have_joined_take_part_in_clipping(world: World, feed: str) -
 @distributed(2, 3)
 @EVERY_FEED
 def test_a_step_that_the_scaler_skips_is_skipped_by_ranks_that_have_joined(
-    world: World, feed: str
+    world: World, hooks: str
 ) -> None:
     """The last rank, alone by then, meets an infinity in its second last step."""
     inputs = uneven(world)
@@ -542,10 +542,10 @@ def test_a_step_that_the_scaler_skips_is_skipped_by_ranks_that_have_joined(
         look=lambda _, step: "skip" if step == bad else None,
     )
     opt = sharded(model.parameters(), SGD, lr=0.1)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     opt.attach(module)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    with Join([module, opt] if feed == "ddp" else [opt]):
+    with Join([module, opt] if hooks == "ddp" else [opt]):
         for step in range(inputs[world.rank]):
             loss = module(batch_of(model, world.rank, step))
             scaler.scale(loss * (torch.inf if step == bad else 1.0)).backward()
@@ -614,7 +614,7 @@ def test_two_models_in_one_context(world: World, unused: bool) -> None:
     with Join([*ddps, *opts]):
         for step in range(inputs[world.rank]):
             for ddp, model in zip(ddps, models, strict=True):
-                feed(ddp, batch_of(model, world.rank, step)).backward()
+                hooks(ddp, batch_of(model, world.rank, step)).backward()
             for opt in opts:
                 opt.step()
     for model, each in zip(models, expected, strict=True):
@@ -657,10 +657,10 @@ def test_ranks_that_do_different_things_are_all_told(
     if world.rank == first_to_join:
         turn = Turn.JOINED
     if first_to_join is not None and world.size == 2:
-        assert find_party(transport_of(opt), turn) == Party(Turn.SKIP, 1, (0,))
+        assert find_round(transport_of(opt), turn) == JoinRound(Turn.SKIP, 1, (0,))
         return
     with pytest.raises(RanksDisagree, match=rf"STEP\n  rank {world.size - 1}: SKIP"):
-        find_party(transport_of(opt), turn)
+        find_round(transport_of(opt), turn)
 
 
 def train_attached(
@@ -680,7 +680,7 @@ def train_attached(
     with Join(joinables, divide_by_initial_world_size=divide):
         for step in range(inputs[world.rank]):
             opt.zero_grad()
-            feed(module, batch_of(model, world.rank, step)).backward()
+            hooks(module, batch_of(model, world.rank, step)).backward()
             look(step)
             opt.step()
             if scheduler is not None:

@@ -17,9 +17,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.gatherer import LEFT_IN_FLIGHT
-from onecopy.pending import Pending
-from onecopy.transport import Transport
+from onecopy.comm.group import Handle, RankGroup
+from onecopy.planning.sizes import LAZY_IN_FLIGHT
 
 LAZY = {"lazy_gather": True}
 
@@ -48,13 +47,13 @@ class Delays:
 
     def __init__(self, world: World) -> None:
         random_ = random.Random(world.rank)
-        share = Transport.share
+        share = RankGroup.share
 
-        def late(transport: Transport, parts: Any) -> Pending:
+        def late(rank_group: RankGroup, parts: Any) -> Handle:
             time.sleep(random_.random() * 0.01)
-            return share(transport, parts)
+            return share(rank_group, parts)
 
-        self._patch = mock.patch.object(Transport, "share", late)
+        self._patch = mock.patch.object(RankGroup, "share", late)
 
     def __enter__(self) -> None:
         self._patch.start()
@@ -66,12 +65,12 @@ class Delays:
 @distributed(1, 2, 4)
 @EVERY_FEED
 @pytest.mark.parametrize("model", [Mlp, ConvNet, TiedNet, Attention])
-def test_training_is_the_same(world: World, feed: str, model: Any) -> None:
+def test_training_is_the_same(world: World, hooks: str, model: Any) -> None:
     torch.manual_seed(0)
     zero = {"parameters_as_bucket_view": model in (Mlp, Attention)}
     # SGD for attention: the gradient of a key's bias is rounding errors, which Adam would enlarge.
     cls = SGD if model is Attention else AdamW
-    twins = AttachedTwins(world, model(), cls, feed, zero=zero, attach=LAZY, lr=0.01)
+    twins = AttachedTwins(world, model(), cls, hooks, zero=zero, attach=LAZY, lr=0.01)
     with Delays(world):
         for _ in range(5):
             twins.backward()
@@ -162,14 +161,14 @@ def test_parameters_of_a_module_that_is_never_called_are_awaited_first(world: Wo
     torch.manual_seed(0)
     model, optimizer = stepped(world, Attention())
     waited: list[int] = []
-    gatherer = gatherer_of(optimizer)
-    wait = gatherer.wait
+    all_gathers = gatherer_of(optimizer)
+    wait = all_gathers.wait
 
     def spy(buckets: Any = None) -> None:
         waited.extend(in_flight(optimizer) if buckets is None else buckets)
         wait(buckets)
 
-    with mock.patch.object(gatherer, "wait", spy):
+    with mock.patch.object(all_gathers, "wait", spy):
         model.first.register_forward_pre_hook(lambda *_: waited.append(-1))
         model(model.batch((1, 2)))
     at_root = set(waited[: waited.index(-1)])
@@ -219,9 +218,9 @@ def test_parts_evaluation_and_loading_see_what_they_need(world: World, how: str)
 
 @distributed(2, 3)
 @EVERY_FEED
-def test_a_load_that_makes_another_plan_is_followed(world: World, feed: str) -> None:
+def test_a_load_that_makes_another_plan_is_followed(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), AdamW, feed, attach=LAZY, lr=0.01)
+    twins = AttachedTwins(world, Mlp(), AdamW, hooks, attach=LAZY, lr=0.01)
     other = AdamW(Mlp().parameters(), lr=0.02, fused=True)
     for _ in range(2):
         twins.backward()
@@ -262,7 +261,7 @@ def test_groups_that_are_added_are_awaited_too(world: World) -> None:
 @distributed(2, pg_timeout=30)
 def test_more_buckets_than_can_be_under_way_are_no_hindrance(world: World) -> None:
     """Nor is a rank that has finished its step and waits elsewhere, when another has just begun."""
-    count = 4 * LEFT_IN_FLIGHT + 100
+    count = 4 * LAZY_IN_FLIGHT + 100
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1.0, bucket_mb=16 / 2**20)
     optimizer.attach(model, lazy_gather=True)

@@ -35,10 +35,10 @@ def same_on_all_ranks(value: torch.Tensor) -> bool:
     ("norm_type", "cls"), [*((norm, AdamW) for norm in NORMS), (2.0, torch.optim.Adafactor)]
 )
 def test_the_norm_is_that_of_all_gradients(
-    world: World, feed: str, norm_type: float, cls: Any
+    world: World, hooks: str, norm_type: float, cls: Any
 ) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, TiedNet(), cls, feed, lr=0.01)
+    twins = AttachedTwins(world, TiedNet(), cls, hooks, lr=0.01)
     twins.backward()
     expected = clip_grad_norm_(twins.plain_model.parameters(), 1e-3, norm_type)
     assert same_on_all_ranks(twins.optimizer.grad_norm(norm_type))
@@ -52,9 +52,9 @@ def test_the_norm_is_that_of_all_gradients(
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_a_small_norm_is_not_clipped(world: World, feed: str) -> None:
+def test_a_small_norm_is_not_clipped(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     twins.backward()
     twins.optimizer.clip_grad_norm_(1e6)
     twins.assert_same_gradients()
@@ -62,9 +62,9 @@ def test_a_small_norm_is_not_clipped(world: World, feed: str) -> None:
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_gradients_of_several_dtypes(world: World, feed: str) -> None:
+def test_gradients_of_several_dtypes(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, MixedNet(), SGD, feed, lr=0.01)
+    twins = AttachedTwins(world, MixedNet(), SGD, hooks, lr=0.01)
     twins.backward()
     expected = torch.stack([p.grad.double().norm() for p in twins.plain_model.parameters()]).norm()
     torch.testing.assert_close(twins.optimizer.grad_norm().double(), expected, rtol=1e-2, atol=0)
@@ -94,10 +94,10 @@ def test_norms_of_16_bit_gradients_have_the_digits_of_float32(
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_parameters_without_gradient_do_not_count(world: World, feed: str) -> None:
+def test_parameters_without_gradient_do_not_count(world: World, hooks: str) -> None:
     torch.manual_seed(0)
     twins = AttachedTwins(
-        *(world, BranchNet(lambda _: (True, False)), SGD, feed),
+        *(world, BranchNet(lambda _: (True, False)), SGD, hooks),
         ddp={"find_unused_parameters": True},
         lr=0.1,
     )
@@ -110,9 +110,9 @@ def test_parameters_without_gradient_do_not_count(world: World, feed: str) -> No
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_a_norm_that_is_not_finite(world: World, feed: str) -> None:
+def test_a_norm_that_is_not_finite(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     batch = twins.batch()
     if world.rank == 0:
         batch[0, 0] = math.nan
@@ -125,9 +125,11 @@ def test_a_norm_that_is_not_finite(world: World, feed: str) -> None:
 @distributed(2, 3)
 @EVERY_FEED
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, -math.inf, 0.5])
-def test_a_nan_in_one_ranks_share_is_seen_by_all(world: World, feed: str, norm_type: float) -> None:
+def test_a_nan_in_one_ranks_share_is_seen_by_all(
+    world: World, hooks: str, norm_type: float
+) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     if world.rank == 0:
         twins.model.second.bias.register_hook(lambda grad: grad * math.nan)
     twins.ddp(twins.batch()).backward()
@@ -166,9 +168,9 @@ def test_as_drop_in_it_is_torchs(world: World) -> None:
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_scaled_training_is_that_of_torchs_scaler_under_ddp(world: World, feed: str) -> None:
+def test_scaled_training_is_that_of_torchs_scaler_under_ddp(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1, momentum=0.9)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1, momentum=0.9)
     plain, ours = (
         cls("cpu", init_scale=1024.0, growth_interval=2)
         for cls in (torch.amp.GradScaler, GradScaler)
@@ -198,9 +200,9 @@ def test_scaled_training_is_that_of_torchs_scaler_under_ddp(world: World, feed: 
 
 @distributed(2, 3)
 @EVERY_FEED
-def test_an_infinity_in_one_ranks_share_stops_all(world: World, feed: str) -> None:
+def test_an_infinity_in_one_ranks_share_stops_all(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     scaler = GradScaler("cpu", init_scale=16.0)
     before = [param.clone() for param in twins.model.parameters()]
 
@@ -229,9 +231,9 @@ def test_an_infinity_in_one_ranks_share_stops_all(world: World, feed: str) -> No
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_torchs_scaler_is_told_to_be_ours(world: World, feed: str) -> None:
+def test_torchs_scaler_is_told_to_be_ours(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(twins.ddp(twins.batch())).backward()
     with pytest.raises(RuntimeError, match=r"onecopy\.GradScaler"):
@@ -240,10 +242,10 @@ def test_torchs_scaler_is_told_to_be_ours(world: World, feed: str) -> None:
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_float16_parameters_cannot_be_unscaled_as_with_torchs(world: World, feed: str) -> None:
+def test_float16_parameters_cannot_be_unscaled_as_with_torchs(world: World, hooks: str) -> None:
     model = nn.Linear(3, 2, dtype=torch.float16)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer.attach(module)
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(module(torch.ones(1, 3, dtype=torch.float16)).sum()).backward()
@@ -311,10 +313,10 @@ def test_complex_gradients_are_unscaled_and_clipped(world: World) -> None:
 @EVERY_FEED
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_the_norm_of_wide_gradients_has_all_their_digits(
-    world: World, feed: str, norm_type: float
+    world: World, hooks: str, norm_type: float
 ) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp().double(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp().double(), SGD, hooks, lr=0.1)
     batch = twins.batch().double()
     for ddp in (twins.plain_ddp, twins.ddp):
         ddp(batch).backward()

@@ -29,7 +29,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import GradScaler, RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.gatherer import LENT
+from onecopy.planning.sizes import SHARED_BUFFERS
 
 # ------------------------------------------------------------------ backward in phases
 
@@ -86,11 +86,13 @@ class TwoLosses(nn.Module):
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_a_backward_inside_forward_fires_the_hooks_in_phases(world: World, feed: str) -> None:
+def test_a_backward_inside_forward_fires_the_hooks_in_phases(world: World, hooks: str) -> None:
     torch.manual_seed(0)
     model = TwoLosses()
     plain = copy.deepcopy(model)
-    module = DistributedDataParallel(model, find_unused_parameters=True) if feed == "ddp" else model
+    module = (
+        DistributedDataParallel(model, find_unused_parameters=True) if hooks == "ddp" else model
+    )
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, bucket_mb=1e-4, lr=0.1)
     optimizer.attach(module)
     reference = SGD(plain.parameters(), lr=0.1)
@@ -109,9 +111,9 @@ def test_a_backward_inside_forward_fires_the_hooks_in_phases(world: World, feed:
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_no_sync_ends_with_an_exception_or_inside_another(world: World, feed: str) -> None:
+def test_no_sync_ends_with_an_exception_or_inside_another(world: World, hooks: str) -> None:
     torch.manual_seed(0)
-    twins = AttachedTwins(world, Mlp(), SGD, feed, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), SGD, hooks, lr=0.1)
     with pytest.raises(ZeroDivisionError), twins.no_sync():
         raise ZeroDivisionError
     twins.backward()  # is averaged
@@ -338,12 +340,12 @@ def test_a_frozen_parameter_may_be_ddps_and_not_the_optimizers(world: World) -> 
     ],
 )
 def test_empty_parameters_and_empty_shards(
-    world: World, feed: str, partition: str, shapes: list[tuple[int, ...]]
+    world: World, hooks: str, partition: str, shapes: list[tuple[int, ...]]
 ) -> None:
     shelf = Shelf(functools.partial(parameters, *shapes))
     zero = {"partition": partition}
-    twins = AttachedTwins(world, shelf, AdamW, feed, zero=zero, lr=0.1)
-    owned = sum(owned.piece.numel for owned in local_of(twins.optimizer).pieces)
+    twins = AttachedTwins(world, shelf, AdamW, hooks, zero=zero, lr=0.1)
+    owned = sum(owned.shard.numel for owned in local_of(twins.optimizer).shards)
     assert sum(everyones(owned)) == sum(map(math.prod, shapes))
     twins.train(3)
     twins.backward()
@@ -369,11 +371,11 @@ def permuted() -> list[torch.Tensor]:
 @pytest.mark.parametrize("make", [with_gaps, permuted])
 @pytest.mark.parametrize("flat", [False, True], ids=["own storage", "bucket view"])
 def test_parameters_that_are_not_contiguous(
-    world: World, feed: str, make: Callable[[], list[torch.Tensor]], flat: bool
+    world: World, hooks: str, make: Callable[[], list[torch.Tensor]], flat: bool
 ) -> None:
     strides = [param.stride() for param in make()]
     zero = {"parameters_as_bucket_view": flat}
-    twins = AttachedTwins(world, Shelf(make), AdamW, feed, zero=zero, lr=0.1)
+    twins = AttachedTwins(world, Shelf(make), AdamW, hooks, zero=zero, lr=0.1)
     for _ in range(3):
         twins.backward()
         twins.step()
@@ -385,7 +387,7 @@ def test_parameters_that_are_not_contiguous(
 @distributed(4)
 @EVERY_FEED
 def test_a_layout_for_more_ranks_than_the_group_has_leaves_the_tail_unchanged(
-    world: World, feed: str
+    world: World, hooks: str
 ) -> None:
     members = [0, 2, 3]
     group = dist.new_group(members)
@@ -393,13 +395,13 @@ def test_a_layout_for_more_ranks_than_the_group_has_leaves_the_tail_unchanged(
         return
     torch.manual_seed(0)
     twins = AttachedTwins(
-        *(world, Mlp(), SGD, feed),
+        *(world, Mlp(), SGD, hooks),
         ddp={"process_group": group},
         zero={"process_group": group, "bucket_mb": 25},
         lr=0.1,
     )
     assert plan_of(twins.optimizer).world_size == len(members)
-    owned = torch.tensor(sum(owned.piece.numel for owned in local_of(twins.optimizer).pieces))
+    owned = torch.tensor(sum(owned.shard.numel for owned in local_of(twins.optimizer).shards))
     dist.all_reduce(owned, group=group)
     assert owned == sum(param.numel() for param in twins.model.parameters())
     before = [param.detach().clone() for param in twins.model.parameters()]
@@ -425,7 +427,7 @@ def test_many_groups_are_stepped_by_buckets_and_come_back(world: World) -> None:
         torch.testing.assert_close(param.detach(), torch.full((9,), i - 0.1 * i))
     assert len(optimizer.optim.param_groups) == 12
     everywhere = [t for group in optimizer.optim.param_groups for t in group["params"]]
-    assert len(everywhere) == len(local_of(optimizer).pieces)
+    assert len(everywhere) == len(local_of(optimizer).shards)
 
 
 @pytest.mark.also_c10d
@@ -465,12 +467,12 @@ def test_gradients_of_another_dtype_in_some_buckets(
     if not hasattr(torch.ones(1), "grad_dtype"):
         pytest.skip("this torch has no grad_dtype")
     length = 64 * world.size
-    model = ScalesEach([length if is_even else 3, *[length] * (2 * LENT)], wide)
+    model = ScalesEach([length if is_even else 3, *[length] * (2 * SHARED_BUFFERS)], wide)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), SGD, lr=1.0, bucket_mb=length * 2 / 2**20
     )
     optimizer.attach(model)
-    assert len(plan_of(optimizer).buckets) == 2 * LENT + 1
+    assert len(plan_of(optimizer).buckets) == 2 * SHARED_BUFFERS + 1
     for step in range(3):
         model(2.0 * world.rank).backward()
         optimizer.step()
@@ -484,13 +486,13 @@ def test_gradients_of_another_dtype_in_some_buckets(
 
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
-def test_what_lies_in_the_padding_does_not_count(world: World, feed: str) -> None:
+def test_what_lies_in_the_padding_does_not_count(world: World, hooks: str) -> None:
     """16-bit parameters begin at multiples of 64 elements. What is between them travels with them,
     and after a NaN in some gradient it may be one."""
     shapes = [(65,), (3, 50), (1,), (130,)] * 3
     make = functools.partial(parameters, *shapes, dtype=torch.bfloat16)
     # Smaller buckets than those, so that they take turns in the same staging.
-    twins = AttachedTwins(world, Shelf(make), SGD, feed, zero={"bucket_mb": 1e-4}, lr=1e-3)
+    twins = AttachedTwins(world, Shelf(make), SGD, hooks, zero={"bucket_mb": 1e-4}, lr=1e-3)
     buckets = plan_of(twins.optimizer).buckets
     assert len(buckets) > 3 or world.size == 1
     assert sum(bucket.numel for bucket in buckets) > sum(map(math.prod, shapes)) + 64
@@ -515,9 +517,9 @@ def test_what_lies_in_the_padding_does_not_count(world: World, feed: str) -> Non
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_a_sum_of_float16_gradients_overflows(world: World, feed: str, reduce_dtype: Any) -> None:
+def test_a_sum_of_float16_gradients_overflows(world: World, hooks: str, reduce_dtype: Any) -> None:
     model = nn.Linear(5, 7, bias=False, dtype=torch.float16)
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=1e-4)
     optimizer.attach(module, reduce_dtype=reduce_dtype)
     values = [60000.0 - 320 * rank for rank in range(world.size)]  # the greatest is 65504

@@ -18,10 +18,7 @@ from models import SMALL_BUCKETS, Mlp
 from torch import nn
 from torch.optim import AdamW
 
-import onecopy.gatherer
-import onecopy.groups
-import onecopy.roadway
-import onecopy.transport
+import onecopy.planning.sizes
 from onecopy import ZeroRedundancyOptimizer
 
 # ---------------------------------------- what is counted ----------------------------------------
@@ -191,7 +188,9 @@ def test_our_group_goes_with_the_users(world: World) -> None:
 
 # What neighbours may keep of one optimizer that is gone, until the next one prepares its gathers:
 # the buffers of gathers and of reductions, this rank's and those of the other.
-KEPT_OF_ONE_OPTIMIZER = 2 * (onecopy.gatherer.LENT + onecopy.roadway.LENT)
+KEPT_OF_ONE_OPTIMIZER = 2 * (
+    onecopy.planning.sizes.SHARED_BUFFERS + onecopy.planning.sizes.SHARED_BUFFERS
+)
 
 
 @distributed(2, timeout=240.0)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.watch import HomeWatch, ModuleNames
+from onecopy.sharding.parameter_changes import ModuleNames, ModuleWatch
 
 # The rest of the suite ignores the warning of gradients that were not averaged.
 pytestmark = pytest.mark.filterwarnings("error:the gradient of")
@@ -200,9 +200,9 @@ def test_what_the_search_for_modules_raises_is_raised_on_all_ranks(world: World)
 
 
 def names_found(params: Any) -> ModuleNames:
-    from onecopy.roster import Entry
+    from onecopy.planning.param_groups import Entry
 
-    return HomeWatch([Entry(param, "", 0) for param in params]).names
+    return ModuleWatch([Entry(param, "", 0) for param in params]).names
 
 
 def test_names_come_from_the_innermost_module_that_holds_all() -> None:
@@ -475,7 +475,7 @@ def test_a_step_on_one_rank_alone_is_blamed_on_that_rank(world: World) -> None:
     optimizer.attach(module)
     trained(module, optimizer, world)
     dist.barrier()
-    for group in (dist.group.WORLD, transport_of(optimizer).company.group):
+    for group in (dist.group.WORLD, transport_of(optimizer).monitor.group):
         set_timeout(timedelta(seconds=3), group)
     with pytest.raises(RuntimeError) as caught:
         steps_alone(optimizer, module, world.rank == stepping)

@@ -30,8 +30,8 @@ from models import (
     assert_equal_params,
     assert_same_on_all_ranks,
     assert_same_parameters,
-    feed,
     give_equal_gradients,
+    hooks,
     noise,
     params_of_shapes,
     random_parameter,
@@ -194,7 +194,7 @@ def test_a_grad_scaler_skips_on_all_ranks_when_one_has_an_infinity(
         before = copy.deepcopy(twins.model)
         for scaler, (_, ddp, optimizer) in zip(scalers, twins.both(), strict=True):
             optimizer.zero_grad()
-            scaler.scale(feed(ddp, batch)).backward()
+            scaler.scale(hooks(ddp, batch)).backward()
             if step == 4:  # the user may look at true gradients before the step
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
@@ -220,8 +220,8 @@ def test_gradient_accumulation_with_no_sync_is_bit_equal(world: World, bucket_vi
             optimizer.zero_grad()
             with ddp.no_sync():
                 for batch in batches[:-1]:
-                    (feed(ddp, batch) / 3).backward()
-            (feed(ddp, batches[-1]) / 3).backward()
+                    (hooks(ddp, batch) / 3).backward()
+            (hooks(ddp, batches[-1]) / 3).backward()
         twins.step()
         twins.assert_equal()
     twins.assert_moved()
@@ -517,7 +517,7 @@ def test_training_prints_and_logs_nothing(world: World, bucket_view: bool) -> No
                 for step in range(3):
                     model.idle.requires_grad_(step == 1)
                     optimizer.zero_grad()
-                    feed(model, model.batch((world.rank, step))).backward()
+                    hooks(model, model.batch((world.rank, step))).backward()
                     optimizer.step()
                 optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
                 optimizer.step()
@@ -648,7 +648,7 @@ def test_methods_that_would_see_only_one_ranks_pieces_are_not_passed_on(world: W
 
 @distributed(1, 2, 3)
 @EVERY_FEED
-def test_options_of_groups_flow_both_ways_in_every_step(world: World, feed: str) -> None:
+def test_options_of_groups_flow_both_ways_in_every_step(world: World, hooks: str) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         weights = [p for p in model.parameters() if p.ndim > 1]
         biases = [p for p in model.parameters() if p.ndim == 1]
@@ -656,7 +656,7 @@ def test_options_of_groups_flow_both_ways_in_every_step(world: World, feed: str)
 
     torch.manual_seed(0)
     zero = {"partition": "elementwise"}
-    twins = AttachedTwins(world, Mlp(), Halving, feed, groups=groups, zero=zero, lr=0.5)
+    twins = AttachedTwins(world, Mlp(), Halving, hooks, groups=groups, zero=zero, lr=0.5)
     schedulers = [
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for optimizer in (twins.plain, twins.optimizer)

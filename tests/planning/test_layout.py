@@ -12,13 +12,15 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from onecopy.boxes import Box, boxes_of, storage_order
-from onecopy.buffers import (
+from onecopy.planning.layout import (
+    Chunk,
+    chunks_of,
     fills_its_storage,
     first_overlap,
     flat_range,
     in_layout_of,
     is_dense,
+    storage_order,
 )
 
 # ------------------------------------------------------------------ boxes
@@ -48,7 +50,7 @@ def dense(shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
     return flat.view([shape[dim] for dim in order]).permute(back)
 
 
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def part(tensor: torch.Tensor, box: Chunk) -> torch.Tensor:
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -64,7 +66,7 @@ def test_boxes_hold_each_element_of_the_range_once_in_order_and_nothing_else(cas
     shape, order, start, stop = case
     tensor = dense(shape, order)
     found = []
-    for box in boxes_of(shape, order, start, stop):
+    for box in chunks_of(shape, order, start, stop):
         elements = sorted(part(tensor, box).flatten().tolist())
         assert elements == list(range(box.start, box.stop))  # contiguous in storage
         assert box.numel == len(elements) > 0
@@ -76,7 +78,7 @@ def test_boxes_hold_each_element_of_the_range_once_in_order_and_nothing_else(cas
 @quick
 def test_a_range_of_an_n_dimensional_tensor_is_at_most_2n_minus_1_boxes(case: Case) -> None:
     shape, order, start, stop = case
-    assert len(list(boxes_of(shape, order, start, stop))) <= max(1, 2 * len(shape) - 1)
+    assert len(list(chunks_of(shape, order, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
 @given(ranges(), st.integers(0, 7))
@@ -86,7 +88,7 @@ def test_a_view_of_a_box_has_its_elements_where_the_tensor_has_them(case: Case, 
     tensor = dense(shape, order)
     first = max(0, start - lead)  # the memory may begin before the range
     flat = torch.arange(first, stop)
-    for box in boxes_of(shape, order, start, stop):
+    for box in chunks_of(shape, order, start, stop):
         view = box.view(flat, first, order)
         assert view.shape == box.sizes
         assert torch.equal(view, part(tensor, box))
@@ -100,7 +102,7 @@ def test_the_order_of_storage_can_be_seen_from_the_strides(case: Case) -> None:
     tensor = dense(shape, order)
     seen = storage_order(tensor.shape, tensor.stride())
     assert sorted(seen) == list(range(len(shape)))
-    boxes = list(boxes_of(shape, seen, start, stop))
+    boxes = list(chunks_of(shape, seen, start, stop))
     assert sorted(i for b in boxes for i in part(tensor, b).flatten().tolist()) == list(
         range(start, stop)
     )
@@ -109,15 +111,15 @@ def test_the_order_of_storage_can_be_seen_from_the_strides(case: Case) -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4, 2)])
 def test_an_empty_tensor_is_one_empty_box(shape: tuple[int, ...]) -> None:
     order = storage_order(shape, torch.empty(shape).stride())
-    (box,) = boxes_of(shape, order, 0, 0)
-    assert box == Box((0,) * len(shape), shape, 0, 0)
+    (box,) = chunks_of(shape, order, 0, 0)
+    assert box == Chunk((0,) * len(shape), shape, 0, 0)
     assert box.numel == 0
     assert box.view(torch.empty(0), 0, order).shape == shape
 
 
 def test_a_scalar_is_one_box_without_dimensions() -> None:
-    (box,) = boxes_of((), (), 0, 1)
-    assert box == Box((), (), 0, 1)
+    (box,) = chunks_of((), (), 0, 1)
+    assert box == Chunk((), (), 0, 1)
     view = box.view(torch.tensor([3.0]), 0, ())
     assert view.shape == ()
     assert view.item() == 3.0
@@ -144,7 +146,9 @@ def cells(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
 def test_an_overlap_is_what_two_boxes_have_in_common_whichever_comes_first(
     pair: tuple[list[tuple[int, int]], list[tuple[int, int]]],
 ) -> None:
-    a, b = (Box(tuple(o for o, _ in corner), tuple(n for _, n in corner), 0, 0) for corner in pair)
+    a, b = (
+        Chunk(tuple(o for o, _ in corner), tuple(n for _, n in corner), 0, 0) for corner in pair
+    )
     common = a.overlap(b.offsets, b.sizes)
     assert common == b.overlap(a.offsets, a.sizes)
     expected = cells(a.offsets, a.sizes) & cells(b.offsets, b.sizes)

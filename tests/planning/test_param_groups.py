@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.intake import (
+from onecopy.planning.param_groups import (
     GroupPolicy,
     as_groups,
     check_class,
@@ -23,12 +23,11 @@ from onecopy.intake import (
     describe_param,
     device_words,
     is_trainable,
-    options_of,
     policy_of,
     require_parameters,
     spec_of,
 )
-from onecopy.kinds import Kind
+from onecopy.planning.traits import Kind, options_of
 
 
 def param(*shape: int, **options: Any) -> nn.Parameter:

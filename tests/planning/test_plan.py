@@ -19,10 +19,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import onecopy.plan
-from onecopy.kinds import Kind, update_cost
-from onecopy.plan import Bucket, ParamSpec, Piece, Plan, Stream, make_plan, suitable_bucket_mb
-from onecopy.presets import PRESETS, numels
+import onecopy.planning.plan
+from onecopy.planning.plan import (
+    Bucket,
+    ParamSpec,
+    Plan,
+    Shard,
+    Stream,
+    default_bucket_mb,
+    make_plan,
+)
+from onecopy.planning.traits import Kind, update_cost
+from onecopy.tools.models import PRESETS, numels
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 WIDE = ("float64", "float32")
@@ -94,8 +102,8 @@ def histories(
     return History(draw(worlds), bucket_bytes, batches)
 
 
-def all_pieces(plan: Plan) -> list[Piece]:
-    return [piece for rank in range(plan.world_size) for piece in plan.pieces(rank)]
+def all_pieces(plan: Plan) -> list[Shard]:
+    return [shard for rank in range(plan.world_size) for shard in plan.shards(rank)]
 
 
 def loads(plan: Plan, kind: Kind | None = None) -> list[int]:
@@ -133,12 +141,12 @@ def uniform(numels: Iterable[int], dtype: str = "float32", **rest: object) -> li
 @anything
 def test_every_element_of_every_parameter_is_in_exactly_one_piece(history: History) -> None:
     plan = history.plan()
-    pieces = defaultdict(list)
-    for piece in all_pieces(plan):
-        pieces[piece.param].append((piece.start, piece.stop))
-    assert pieces.keys() == history.specs.keys() == plan.params
+    shards = defaultdict(list)
+    for shard in all_pieces(plan):
+        shards[shard.param].append((shard.start, shard.stop))
+    assert shards.keys() == history.specs.keys() == plan.params
     for index, spec in history.specs.items():
-        ranges = sorted(pieces[index])
+        ranges = sorted(shards[index])
         assert ranges[0][0] == 0
         assert ranges[-1][1] == spec.numel
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
@@ -156,16 +164,16 @@ def test_pieces_never_overlap_in_their_bucket_and_lie_in_the_slot_of_their_rank(
     plan = history.plan()
     in_bucket = defaultdict(list)
     for rank in range(plan.world_size):
-        listed = list(plan.pieces(rank))
+        listed = list(plan.shards(rank))
         assert listed == [
-            piece for bucket in range(len(plan.buckets)) for piece in plan.pieces_in(bucket, rank)
+            shard for bucket in range(len(plan.buckets)) for shard in plan.shards_in(bucket, rank)
         ]
-        for piece in listed:
-            assert piece.rank == rank
-            in_bucket[piece.bucket].append((piece.offset, piece.offset + piece.numel))
-            if stream_of(plan, piece.bucket).kind is Kind.ELEMENTWISE:
-                start, stop = plan.slot(piece.bucket, rank)
-                assert start <= piece.offset < piece.offset + piece.numel <= stop
+        for shard in listed:
+            assert shard.rank == rank
+            in_bucket[shard.bucket].append((shard.offset, shard.offset + shard.numel))
+            if stream_of(plan, shard.bucket).kind is Kind.ELEMENTWISE:
+                start, stop = plan.slot(shard.bucket, rank)
+                assert start <= shard.offset < shard.offset + shard.numel <= stop
     for bucket, ranges in in_bucket.items():
         ranges.sort()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
@@ -190,10 +198,10 @@ def test_segments_are_the_pieces_of_all_ranks_and_cover_the_bucket_but_for_paddi
         assert 0 <= plan.buckets[bucket].numel - at < max(stream.unit, 2)
 
         elements = [
-            (piece.param, element, piece.offset - piece.start + element)
+            (shard.param, element, shard.offset - shard.start + element)
             for rank in range(plan.world_size)
-            for piece in plan.pieces_in(bucket, rank)
-            for element in range(piece.start, piece.stop)
+            for shard in plan.shards_in(bucket, rank)
+            for element in range(shard.start, shard.stop)
         ]
         assert sorted(elements, key=lambda e: e[2]) == [
             (segment.param, element, segment.offset - segment.start + element)
@@ -224,8 +232,8 @@ def test_a_stream_holds_what_is_alike_and_only_that(history: History) -> None:
 def test_the_cut_parameters_are_those_in_more_than_one_piece(history: History) -> None:
     plan = history.plan()
     counts: dict[int, int] = defaultdict(int)
-    for piece in all_pieces(plan):
-        counts[piece.param] += 1
+    for shard in all_pieces(plan):
+        counts[shard.param] += 1
     assert plan.cut_params == {param for param, count in counts.items() if count > 1}
 
 
@@ -234,7 +242,7 @@ def test_the_cut_parameters_are_those_in_more_than_one_piece(history: History) -
 def test_a_single_rank_holds_every_parameter_in_one_piece(history: History) -> None:
     plan = history.plan()
     assert not plan.cut_params
-    assert {(p.param, p.start, p.stop) for p in plan.pieces(0)} == {
+    assert {(p.param, p.start, p.stop) for p in plan.shards(0)} == {
         (index, 0, spec.numel) for index, spec in history.specs.items()
     }
 
@@ -400,23 +408,23 @@ def test_a_single_small_parameter_is_owned_by_rank_0_and_the_next_stream_goes_on
     first = ParamSpec(0, 1, "float64", 8)
     second, third = ParamSpec(1, 2, "float32", 4), ParamSpec(2, 1, "complex64", 8)
     plan = make_plan([first, second, third], 4)
-    owners = {piece.param: rank for rank in range(4) for piece in plan.pieces(rank)}
+    owners = {shard.param: rank for rank in range(4) for shard in plan.shards(rank)}
     assert owners == {0: 0, 1: 2, 2: 3}  # of parameter 1, rank 1 owns the first element
     later = plan.extended([ParamSpec(3, 1, "float32", 4)])
-    assert [rank for rank in range(4) for piece in later.pieces(rank) if piece.param == 3] == [0]
+    assert [rank for rank in range(4) for shard in later.shards(rank) if shard.param == 3] == [0]
 
 
 @given(histories())
 @anything
 def test_narrow_dtypes_are_cut_at_multiples_of_64_and_fused_ones_of_16(history: History) -> None:
     plan = history.plan()
-    for piece in all_pieces(plan):
-        spec = history.specs[piece.param]
+    for shard in all_pieces(plan):
+        spec = history.specs[shard.param]
         if not is_cut(spec):
             continue
         unit = 64 if spec.dtype == "bfloat16" else 16 if spec.fused else 1
-        assert piece.start % unit == 0
-        assert piece.stop % unit == 0 or piece.stop == spec.numel
+        assert shard.start % unit == 0
+        assert shard.stop % unit == 0 or shard.stop == spec.numel
 
 
 def test_the_picture_in_the_documentation_is_what_happens() -> None:
@@ -424,9 +432,9 @@ def test_the_picture_in_the_documentation_is_what_happens() -> None:
     plan = make_plan(uniform([10, 5, 6]), 3, bucket_mb=12 * 4 / 2**20)
     assert [bucket.numel for bucket in plan.buckets] == [12, 9]
     drawn = {bucket: [("?", -1)] * plan.buckets[bucket].numel for bucket in range(2)}
-    for piece in all_pieces(plan):
-        for place in range(piece.offset, piece.offset + piece.numel):
-            drawn[piece.bucket][place] = ("abc"[piece.param], piece.rank)
+    for shard in all_pieces(plan):
+        for place in range(shard.offset, shard.offset + shard.numel):
+            drawn[shard.bucket][place] = ("abc"[shard.param], shard.rank)
     assert "".join(name for name, _ in drawn[0]) == "ccccccbbbbba"
     assert "".join(name for name, _ in drawn[1]) == "aaaaaaaaa"
     assert [rank for _, rank in drawn[0]] == [0] * 4 + [1] * 4 + [2] * 4
@@ -435,7 +443,7 @@ def test_the_picture_in_the_documentation_is_what_happens() -> None:
 
 
 def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(onecopy.plan)
+    result = doctest.testmod(onecopy.planning.plan)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -460,10 +468,10 @@ def test_a_whole_tensor_has_one_owner(history: History) -> None:
 def costs_of(history: History, plan: Plan) -> list[int]:
     """Work of updating whole tensors, per rank."""
     costs = [0] * plan.world_size
-    for piece in all_pieces(plan):
-        spec = history.specs[piece.param]
+    for shard in all_pieces(plan):
+        spec = history.specs[shard.param]
         if not is_cut(spec):
-            costs[piece.rank] += spec.numel if spec.cost is None else spec.cost
+            costs[shard.rank] += spec.numel if spec.cost is None else spec.cost
     return costs
 
 
@@ -525,7 +533,7 @@ def test_each_kind_is_balanced_for_itself(history: History) -> None:
 @anything
 def test_the_tensors_of_one_owner_lie_together_in_a_bucket(history: History) -> None:
     plan = history.plan()
-    owner_of = {piece.param: piece.rank for piece in all_pieces(plan)}
+    owner_of = {shard.param: shard.rank for shard in all_pieces(plan)}
     for bucket in range(len(plan.buckets)):
         owners = [owner_of[segment.param] for segment in plan.segments(bucket)]
         runs = [owner for owner, _ in itertools.groupby(owners)]
@@ -608,8 +616,8 @@ def test_extending_a_plan_never_moves_a_piece(history: History) -> None:
         assert after.buckets[: len(before.buckets)] == before.buckets
         assert after.streams[: len(before.streams)] == before.streams
         for rank in range(history.world):
-            old = list(before.pieces(rank))
-            assert list(after.pieces(rank))[: len(old)] == old
+            old = list(before.shards(rank))
+            assert list(after.shards(rank))[: len(old)] == old
 
 
 @given(histories())
@@ -657,7 +665,7 @@ def test_whatever_differs_shows_in_the_digest(change: dict[str, object]) -> None
 
 
 DIGEST = """
-from onecopy.plan import Kind, ParamSpec, make_plan
+from onecopy import Kind, ParamSpec, make_plan
 
 plan = make_plan(
     [
@@ -690,9 +698,9 @@ def test_the_digest_is_the_same_in_a_process_with_other_hashes() -> None:
 
 def test_everything_in_a_plan_is_frozen() -> None:
     plan = make_plan(uniform([10, 5]), 2)
-    piece = next(plan.pieces(0))
+    shard = next(plan.shards(0))
     segment = next(plan.segments(0))
-    for thing in (plan, plan.streams[0], plan.buckets[0], piece, segment, uniform([1])[0]):
+    for thing in (plan, plan.streams[0], plan.buckets[0], shard, segment, uniform([1])[0]):
         field = dataclasses.fields(thing)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, field, 3)
@@ -742,7 +750,7 @@ def test_planning_a_parameter_twice_is_refused() -> None:
 def test_asking_for_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     plan = make_plan(uniform([100, 50], kind=Kind.ELEMENTWISE), 2)
     questions: list[Callable[[], object]] = [
-        lambda: list(plan.pieces(rank)),
+        lambda: list(plan.shards(rank)),
         lambda: plan.load(rank),
     ]
     for question in questions:
@@ -845,20 +853,20 @@ def test_405_billion_parameters_on_16384_ranks_are_planned_in_little_memory() ->
     tracemalloc.start()
     try:
         plan = make_plan(uniform(sizes), world, bucket_mb=100)
-        pieces = list(plan.pieces(world - 1))
+        shards = list(plan.shards(world - 1))
         cut = plan.cut_params
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(cut) == len(sizes)  # nothing is small enough to lie within one slot
     share = sum(sizes) // world
-    assert sum(piece.numel for piece in pieces) in (share, share + 1)
-    assert len(pieces) <= len(plan.buckets) + len(sizes)
+    assert sum(shard.numel for shard in shards) in (share, share + 1)
+    assert len(shards) <= len(plan.buckets) + len(sizes)
     # O(parameters + buckets): a list of all pieces would be thousands of times as large.
     assert peak < 1000 * (len(plan.buckets) + len(sizes))
     assert peak < 100 * 2**20
 
 
 def test_a_bucket_is_a_part_of_a_small_model_and_no_more_than_25_mib_of_a_large_one() -> None:
-    sizes = [suitable_bucket_mb(mib * 2**20) for mib in (0, 1, 160, 800, 10**6)]
+    sizes = [default_bucket_mb(mib * 2**20) for mib in (0, 1, 160, 800, 10**6)]
     assert sizes == [1, 1, 5, 25, 25]

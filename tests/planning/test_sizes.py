@@ -14,37 +14,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import History, anything, histories
 
-import onecopy.tally
-from onecopy.buffers import FlatHomes
-from onecopy.demand import GatherStaging, ReduceStaging, Ways
-from onecopy.gatherer import Gatherer
-from onecopy.hosts import Hosts
-from onecopy.kinds import Kind
-from onecopy.lending import SharedMemory
-from onecopy.neighbours import Neighbourhood
-from onecopy.pieces import grad_dtype, gradient_held_in
-from onecopy.plan import ParamSpec, Plan, make_plan
-from onecopy.reducer import Reducer
-from onecopy.tally import imbalance, slot_elements, tally
-from onecopy.transfers import WORTH_ITS_OWN_MESSAGE
-from onecopy.transport import Transport
+import onecopy.planning.sizes
+from onecopy.comm.gloo.local_ranks import LocalRanks
+from onecopy.comm.gloo.shared_memory import SharedMemory
+from onecopy.comm.gloo.topology import Topology
+from onecopy.comm.group import RankGroup
+from onecopy.gradients.reducer import GradientReducer
+from onecopy.planning.param_groups import grad_dtype, gradient_dtype
+from onecopy.planning.plan import ParamSpec, Plan, make_plan
+from onecopy.planning.sizes import (
+    MIN_MESSAGE_BYTES,
+    GatherStaging,
+    Links,
+    ReduceStaging,
+    count_elements,
+    imbalance,
+    slot_elements,
+)
+from onecopy.planning.traits import Kind
+from onecopy.sharding.all_gather import AllGatherQueue
+from onecopy.sharding.buffers import FlatStorage
 
 
 @given(histories())
 @anything
 def test_a_tally_counts_what_listing_all_pieces_counts(history: History) -> None:
     plan = history.plan()
-    counted = tally(plan, lambda param: param % 3)
+    counted = count_elements(plan, lambda param: param % 3)
     elements: Counter[Any] = Counter()
-    pieces: Counter[Any] = Counter()
+    shards: Counter[Any] = Counter()
     for rank in range(plan.world_size):
-        for piece in plan.pieces(rank):
-            elements[piece.param % 3, rank] += piece.numel
-            pieces[piece.param % 3, rank] += 1
+        for shard in plan.shards(rank):
+            elements[shard.param % 3, rank] += shard.numel
+            shards[shard.param % 3, rank] += 1
     for label in {param % 3 for param in plan.params}:
         for rank in range(plan.world_size):
             assert counted.elements[label][rank] == elements[label, rank]
-            assert counted.pieces[label][rank] == pieces[label, rank]
+            assert counted.shards[label][rank] == shards[label, rank]
     assert counted.loads(plan.world_size) == [plan.load(r) for r in range(plan.world_size)]
 
 
@@ -61,7 +67,7 @@ def test_slots_are_counted_with_their_padding(history: History) -> None:
 
 
 def test_imbalance() -> None:
-    assert doctest.testmod(onecopy.tally).failed == 0
+    assert doctest.testmod(onecopy.planning.sizes).failed == 0
     assert imbalance([5, 5, 5]) == imbalance([0, 0]) == 1.0
 
 
@@ -76,23 +82,23 @@ class PretendedTransport:
     world_size: int
     native: bool
     one_host: bool = False
-    company: ClassVar[Any] = SimpleNamespace(attachments=0)
+    monitor: ClassVar[Any] = SimpleNamespace(attachments=0)
 
     def is_native(self, _: torch.device) -> bool:
         return self.native
 
-    sends_one_by_one = Transport.sends_one_by_one
-    lends, others = Transport.lends, Transport.others
+    sends_one_by_one = RankGroup.sends_one_by_one
+    lends, others = RankGroup.lends, RankGroup.others
 
     @property
-    def hosts(self) -> Hosts:
-        make = Hosts.together if self.one_host else Hosts.apart
+    def hosts(self) -> Topology:
+        make = Topology.together if self.one_host else Topology.apart
         return make(self.world_size)
 
     @property
-    def neighbours(self) -> Neighbourhood:
+    def local_ranks(self) -> LocalRanks:
         pids = dict.fromkeys(self.others, 0) if self.one_host else {}
-        return Neighbourhood(self.rank, self.hosts, pids)
+        return LocalRanks(self.rank, self.hosts, pids)
 
     def memory_to_lend(self, numbytes: int) -> SharedMemory:
         return SharedMemory(numbytes, self.world_size)
@@ -122,7 +128,7 @@ def _on_cpu(spec: ParamSpec) -> ParamSpec:
 
 
 # Some large enough for a message of their own.
-SIZES = st.integers(0, 300) | st.sampled_from([64, 3000, WORTH_ITS_OWN_MESSAGE // 4, 40_000])
+SIZES = st.integers(0, 300) | st.sampled_from([64, 3000, MIN_MESSAGE_BYTES // 4, 40_000])
 
 
 # all_gather, gloo, gloo on one host, and gloo with tensors that are not on the CPU
@@ -149,17 +155,17 @@ def test_gathers_take_the_staging_that_was_foreseen(
     history = on_one_device(history, most_buckets)
     plan, params = history.plan(), tensors_for(history, way)
     on_cpu = way != "accelerator"
-    homes = FlatHomes() if in_place and on_cpu else None
+    homes = FlatStorage() if in_place and on_cpu else None
     in_place = homes is not None
     if homes is not None:
         homes.adopt(plan, params)
     equal_slots, one_host = way == "slots", way == "memory"
     rank = data.draw(st.integers(0, plan.world_size - 1))
-    transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
-    gatherer = Gatherer(transport)
-    gatherer.prepare(plan, params, homes, lazily)
-    foreseen = GatherStaging(plan, Ways(equal_slots, one_host, on_cpu, in_place, lazily))
-    assert gatherer.staged_bytes == foreseen.on(rank)
+    rank_group: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
+    all_gathers = AllGatherQueue(rank_group)
+    all_gathers.prepare(plan, params, homes, lazily)
+    foreseen = GatherStaging(plan, Links(equal_slots, one_host, on_cpu, in_place, lazily))
+    assert all_gathers.staged_bytes == foreseen.on(rank)
 
 
 DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
@@ -180,8 +186,8 @@ def test_reductions_take_the_staging_that_was_foreseen(
     plan, params = history.plan(), tensors_for(history, way)
     rank = data.draw(st.integers(0, plan.world_size - 1))
     equal_slots, one_host = way == "slots", way == "memory"
-    transport: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
-    reducer = Reducer(transport, wire, master)
+    rank_group: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
+    reducer = GradientReducer(rank_group, wire, master)
     reducer.prepare(plan, params)
 
     def first(stream: int) -> torch.Tensor:
@@ -189,9 +195,9 @@ def test_reductions_take_the_staging_that_was_foreseen(
 
     foreseen = ReduceStaging(
         plan,
-        Ways(equal_slots, one_host, on_cpu=way != "accelerator"),
+        Links(equal_slots, one_host, on_cpu=way != "accelerator"),
         lambda stream: wire or grad_dtype(first(stream)),
-        lambda stream: gradient_held_in(first(stream), master),
+        lambda stream: gradient_dtype(first(stream), master),
     )
     assert reducer.roadway.staged_bytes == foreseen.on(rank)
 
@@ -199,26 +205,26 @@ def test_reductions_take_the_staging_that_was_foreseen(
 def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:
     gaps = torch.zeros(40_000, 2)[:, 0]
     plan = make_plan([ParamSpec(0, gaps.numel(), "float32", 4, kind=Kind.WHOLE)], 2)
-    transport: Any = PretendedTransport(0, 2, False)
-    gatherer = Gatherer(transport)
-    gatherer.prepare(plan, [gaps], None, False)
-    ways = Ways(False, is_dense=lambda _: False)
-    assert gatherer.staged_bytes == GatherStaging(plan, ways).on(0) == gaps.numel() * 4
+    rank_group: Any = PretendedTransport(0, 2, False)
+    all_gathers = AllGatherQueue(rank_group)
+    all_gathers.prepare(plan, [gaps], None, False)
+    ways = Links(False, is_dense=lambda _: False)
+    assert all_gathers.staged_bytes == GatherStaging(plan, ways).on(0) == gaps.numel() * 4
 
 
 def test_one_small_tensor_beside_a_large_one_is_not_packed() -> None:
     params = [torch.zeros(1), torch.zeros(40_000)]
     plan = make_plan([ParamSpec(i, p.numel(), "float32", 4) for i, p in enumerate(params)], 2)
-    transport: Any = PretendedTransport(0, 2, False)
-    gatherer = Gatherer(transport)
-    gatherer.prepare(plan, params, None, False)
-    assert gatherer.staged_bytes == GatherStaging(plan, Ways(False)).on(0) == 0
+    rank_group: Any = PretendedTransport(0, 2, False)
+    all_gathers = AllGatherQueue(rank_group)
+    all_gathers.prepare(plan, params, None, False)
+    assert all_gathers.staged_bytes == GatherStaging(plan, Links(False)).on(0) == 0
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_plan_of_nothing(world: int) -> None:
     plan = Plan(world, 1)
-    assert tally(plan).loads(world) == [0] * world
-    assert GatherStaging(plan, Ways(True)).on(0) == 0
+    assert count_elements(plan).loads(world) == [0] * world
+    assert GatherStaging(plan, Links(True)).on(0) == 0
     dtype = lambda _: torch.float32  # noqa: E731
-    assert ReduceStaging(plan, Ways(True), dtype, dtype).on(0) == 0
+    assert ReduceStaging(plan, Links(True), dtype, dtype).on(0) == 0

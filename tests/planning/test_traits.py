@@ -31,15 +31,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-import onecopy.kinds
+import onecopy.planning.traits
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.kinds import (
+from onecopy.planning.traits import (
     Kind,
-    choose_kind,
     is_elementwise,
+    partition_kind,
     step_without_hooks,
+    traits_of,
     update_cost,
-    verdict,
 )
 
 TORCH_CLASSES = [
@@ -225,7 +225,7 @@ def test_the_probe_confirms_what_is_known_of_a_torch_class(
     cls: type[Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert probe_kind(cls, {"lr": 0.01}).kind is known_kinds[cls].kind
-    assert verdict(cls, {"lr": 0.01}) is known_kinds[cls]
+    assert traits_of(cls, {"lr": 0.01}) is known_kinds[cls]
     # SparseAdam takes sparse gradients only, which toys do not have.
     assert [r.levelname for r in caplog.records] == ["WARNING"] * (cls is torch.optim.SparseAdam)
 
@@ -260,7 +260,7 @@ def test_a_subclass_is_not_taken_for_its_parent() -> None:
             return super().step(closure)
 
     assert is_elementwise(torch.optim.SGD, lr=0.1)
-    assert verdict(ClippedSGD, {"lr": 0.1}).kind is Kind.WHOLE
+    assert traits_of(ClippedSGD, {"lr": 0.1}).kind is Kind.WHOLE
 
 
 # ------------------------------------------------------------------ everybody else's
@@ -296,16 +296,16 @@ def test_a_subclass_is_not_taken_for_its_parent() -> None:
 def test_an_unknown_class_is_tried_out(
     cls: type[Optimizer], kind: Kind, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = verdict(cls, {"lr": 0.05})
+    found = traits_of(cls, {"lr": 0.05})
     assert found.kind is kind
     assert reason in found.reason
     assert is_elementwise(cls, lr=0.05) is (kind is Kind.ELEMENTWISE)
     assert not caplog.records
     if kind is Kind.GLOBAL:
         with pytest.raises(ValueError, match=f"{cls.__name__} cannot be sharded: .*{reason}"):
-            choose_kind(cls, {"lr": 0.05}, "auto")
+            partition_kind(cls, {"lr": 0.05}, "auto")
     else:
-        assert choose_kind(cls, {"lr": 0.05}, "auto") is kind
+        assert partition_kind(cls, {"lr": 0.05}, "auto") is kind
 
 
 def test_the_kind_may_depend_on_the_options() -> None:
@@ -357,19 +357,19 @@ def test_the_kind_may_depend_on_the_dtype(dtype: torch.dtype) -> None:
         ) -> torch.Tensor:
             return super().change(p, grad / grad.norm() if p.dtype == dtype else grad, group)
 
-    assert verdict(Scaled, {}).kind is Kind.ELEMENTWISE
-    assert verdict(Scaled, {}, [dtype]).kind is Kind.WHOLE
-    assert choose_kind(Scaled, {}, "auto", [torch.float32, dtype]) is Kind.WHOLE
-    assert choose_kind(Scaled, {}, "auto", [torch.float32]) is Kind.ELEMENTWISE
-    assert verdict(lion_pytorch.Lion, {}, [dtype]).kind is Kind.ELEMENTWISE
+    assert traits_of(Scaled, {}).kind is Kind.ELEMENTWISE
+    assert traits_of(Scaled, {}, [dtype]).kind is Kind.WHOLE
+    assert partition_kind(Scaled, {}, "auto", [torch.float32, dtype]) is Kind.WHOLE
+    assert partition_kind(Scaled, {}, "auto", [torch.float32]) is Kind.ELEMENTWISE
+    assert traits_of(lion_pytorch.Lion, {}, [dtype]).kind is Kind.ELEMENTWISE
 
 
 def test_a_class_that_draws_random_numbers_is_not_cut_unasked() -> None:
     assert not is_elementwise(Noisy)
     with pytest.raises(ValueError, match="random numbers"):
-        choose_kind(Noisy, {}, "auto")
-    assert choose_kind(Noisy, {}, "whole") is Kind.WHOLE
-    assert choose_kind(Noisy, {}, "elementwise") is Kind.ELEMENTWISE
+        partition_kind(Noisy, {}, "auto")
+    assert partition_kind(Noisy, {}, "whole") is Kind.WHOLE
+    assert partition_kind(Noisy, {}, "elementwise") is Kind.ELEMENTWISE
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_class_that_cannot_be_tried_out_is_kept_whole_with_one_warning(
     cls: type[Optimizer], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        assert choose_kind(cls, {}, "auto") is Kind.WHOLE
+        assert partition_kind(cls, {}, "auto") is Kind.WHOLE
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("onecopy", logging.WARNING)
     for part in (cls.__name__, why, 'partition="whole"'):
@@ -392,7 +392,7 @@ def test_a_class_that_cannot_be_tried_out_is_kept_whole_with_one_warning(
 def test_no_probe_and_no_warning_where_the_user_has_decided(
     partition: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose_kind(NeedsAnAccelerator, {}, partition) is Kind(partition)
+    assert partition_kind(NeedsAnAccelerator, {}, partition) is Kind(partition)
     assert not caplog.records
 
 
@@ -405,7 +405,7 @@ def test_the_probe_leaves_the_random_numbers_alone(monkeypatch: pytest.MonkeyPat
     torch.default_generator.manual_seed(1234)
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     for cls in (Noisy, Rule, NeedsAnAccelerator, SharpnessAware):
-        verdict(cls, {})
+        traits_of(cls, {})
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
     assert seeded == []  # nor those of the accelerators, which nobody restores
@@ -429,7 +429,7 @@ def test_the_probe_does_not_run_global_step_hooks() -> None:
 def test_the_probe_does_not_change_the_options() -> None:
     options = {"lr": torch.tensor(0.25), "table": [1, 2, {"a": 3}]}
     before = copy.deepcopy(options)
-    assert verdict(ShrinksItsOwnOption, options).kind is Kind.GLOBAL
+    assert traits_of(ShrinksItsOwnOption, options).kind is Kind.GLOBAL
     assert torch.equal(options["lr"], before["lr"])
     assert options["table"] == before["table"]
 
@@ -450,7 +450,7 @@ def test_the_verdict_does_not_depend_on_the_learning_rate(
     cls: type[Optimizer], kind: Kind, lr: Any
 ) -> None:
     """A warm-up that starts at zero moves nothing at first, which is no sign of independence."""
-    assert verdict(cls, {"lr": lr}).kind is kind
+    assert traits_of(cls, {"lr": lr}).kind is kind
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -460,8 +460,8 @@ def test_the_verdict_does_not_depend_on_the_default_dtype(dtype: torch.dtype) ->
     try:
         assert is_elementwise(lion_pytorch.Lion)
         assert probe_kind(torch.optim.AdamW, {}).kind is Kind.ELEMENTWISE
-        assert verdict(Lamb, {}).kind is Kind.WHOLE
-        assert verdict(ClipsGlobally, {}).kind is Kind.GLOBAL
+        assert traits_of(Lamb, {}).kind is Kind.WHOLE
+        assert traits_of(ClipsGlobally, {}).kind is Kind.GLOBAL
     finally:
         torch.set_default_dtype(default)
 
@@ -471,7 +471,7 @@ def test_the_verdict_does_not_depend_on_the_default_device(
 ) -> None:
     with torch.device("meta"):
         assert is_elementwise(lion_pytorch.Lion)
-        assert verdict(ClipsGlobally, {}).kind is Kind.GLOBAL
+        assert traits_of(ClipsGlobally, {}).kind is Kind.GLOBAL
     assert not caplog.records
 
 
@@ -479,7 +479,7 @@ def test_the_verdict_does_not_depend_on_the_default_device(
 def test_the_verdict_does_not_depend_on_the_grad_mode(mode: Callable[[], Any]) -> None:
     with mode():
         assert is_elementwise(lion_pytorch.Lion)
-        assert verdict(Lamb, {}).kind is Kind.WHOLE
+        assert traits_of(Lamb, {}).kind is Kind.WHOLE
 
 
 # ------------------------------------------------------------------ what the user decides
@@ -502,7 +502,7 @@ def test_the_verdict_does_not_depend_on_the_grad_mode(mode: Callable[[], Any]) -
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_partition_overrides_the_probe(cls: type[Optimizer], partition: str, kind: Kind) -> None:
-    assert choose_kind(cls, {}, partition) is kind
+    assert partition_kind(cls, {}, partition) is kind
 
 
 @pytest.mark.parametrize(
@@ -511,18 +511,18 @@ def test_partition_overrides_the_probe(cls: type[Optimizer], partition: str, kin
 def test_a_class_known_to_need_whole_tensors_is_never_cut(name: str) -> None:
     cls = getattr(torch.optim, name)
     with pytest.raises(ValueError, match=f"elementwise.*{name}.*{known_kinds[cls].reason}"):
-        choose_kind(cls, {}, "elementwise")
+        partition_kind(cls, {}, "elementwise")
 
 
 @pytest.mark.parametrize("partition", ["auto", "elementwise", "whole"])
 def test_lbfgs_is_refused_with_the_reason_whatever_the_partition(partition: str) -> None:
     with pytest.raises(ValueError, match=r"LBFGS cannot be sharded: .*one vector.*unsharded"):
-        choose_kind(torch.optim.LBFGS, {}, partition)
+        partition_kind(torch.optim.LBFGS, {}, partition)
 
 
 def test_a_refused_third_party_class_may_be_run_at_the_users_own_risk() -> None:
     with pytest.raises(ValueError, match=r'Prodigy.*partition="whole".*not the unsharded'):
-        choose_kind(prodigyopt.Prodigy, {}, "auto")
+        partition_kind(prodigyopt.Prodigy, {}, "auto")
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Rule], ids=lambda cls: cls.__name__)
@@ -531,7 +531,7 @@ def test_an_unknown_partition_is_refused_naming_the_known_ones(
     cls: type[Optimizer], partition: Any
 ) -> None:
     with pytest.raises(ValueError, match=r"'auto', 'elementwise', 'whole'.*got "):
-        choose_kind(cls, {}, partition)
+        partition_kind(cls, {}, partition)
 
 
 # ------------------------------------------------------------------ the cost of an update
@@ -599,7 +599,7 @@ def test_an_instance_hook_may_change_the_arguments_of_the_step() -> None:
 
 
 def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(onecopy.kinds)
+    result = doctest.testmod(onecopy.planning.traits)
     assert result.attempted > 0
     assert result.failed == 0
 

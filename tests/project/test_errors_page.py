@@ -13,7 +13,9 @@ import onecopy
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(onecopy.__file__).parent
-COMMANDS = PACKAGE / "cli"  # argparse prints their errors below the usage of the command
+COMMANDS = (
+    PACKAGE / "tools" / "cli.py"
+)  # argparse prints their errors below the usage of the command
 ROWS = re.findall(r"^\| `(.+?)`[ |]", (ROOT / "docs" / "errors.md").read_text(), re.M)
 
 
@@ -80,7 +82,7 @@ def said(node: ast.AST) -> ast.expr | None:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    for path in sorted(set(PACKAGE.rglob("*.py")) - set(COMMANDS.rglob("*.py"))):
+    for path in sorted(set(PACKAGE.rglob("*.py")) - {COMMANDS}):
         for node in ast.walk(ast.parse(path.read_text())):
             message = said(node)
             if message is not None:

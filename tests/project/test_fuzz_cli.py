@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_cli import TINY
 from test_run_page import trace_of
 
-from onecopy.cli import main
+from onecopy.tools.cli import main
 
 # Errors of the interpreter or of a library, shown to somebody who cannot know what they are about.
 ACCIDENTS = re.compile(
@@ -104,7 +104,7 @@ with_values = st.one_of(
 switches = st.sampled_from(
     ["--json", "--attached", "--under-ddp", "--lazy-gather", "--bucket-view", "--all", "--help"]
 ).map(lambda switch: (switch,))
-pieces = st.one_of(with_values, with_values, switches, words.map(lambda word: (word,)))
+shards = st.one_of(with_values, with_values, switches, words.map(lambda word: (word,)))
 
 
 @given(data=st.data())
@@ -112,7 +112,7 @@ pieces = st.one_of(with_values, with_values, switches, words.map(lambda word: (w
 def test_fuzz_command_lines(tally: Tally, data: st.DataObject) -> None:  # noqa: F811
     command = data.draw(st.sampled_from(["estimate", "plan", "plan", "report", "", "nonsense"]))
     model = data.draw(st.one_of(models, models, models, words))
-    rest = [word for piece in data.draw(st.lists(pieces, max_size=4)) for word in piece]
+    rest = [word for shard in data.draw(st.lists(shards, max_size=4)) for word in shard]
     world = ["--world", "2"] if command == "plan" else []
     with tally.case():
         tally.attempt(lambda: run(command, model, *world, *rest))

@@ -32,7 +32,7 @@ from test_files import TRAPS, flip, put_in_every_entry, small_optimizer
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.archive import METADATA
+from onecopy.checkpoint.metadata import METADATA
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -80,11 +80,11 @@ def make_sparse(file: Path, _: Path) -> None:
 
 def swap(file: Path, _: Path, chance: random.Random) -> None:
     """Names exchanged within the checkpoint."""
-    neighbour = chance.choice([each for each in sorted(file.parent.iterdir()) if each != file])
+    local_rank = chance.choice([each for each in sorted(file.parent.iterdir()) if each != file])
     spare = file.with_name("spare")
     file.rename(spare)
-    neighbour.rename(file)
-    spare.rename(neighbour)
+    local_rank.rename(file)
+    spare.rename(local_rank)
 
 
 def noise(data: bytes, chance: random.Random) -> bytes:

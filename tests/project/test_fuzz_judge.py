@@ -11,7 +11,7 @@ import torch
 from fuzzing import COUNTS, Refused, Tally, Wrong, judge, patience, summary
 from harness import RankFailure, World, run_on_ranks
 
-from onecopy.checks import check_bucket_mb
+from onecopy.planning.plan import check_bucket_mb
 
 
 def error_of(action: Any) -> Exception:

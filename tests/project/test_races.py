@@ -28,11 +28,10 @@ from races import (
 from trial_common import count_of_different_elements, have_equal_bits
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.flights import Flights
-from onecopy.gatherer import Gatherer
-from onecopy.lanes import Lane
-from onecopy.neighbours import Loan, Neighbourhood
-from onecopy.transport import Transport
+from onecopy.comm.gloo.local_ranks import LocalRanks, SharedRead
+from onecopy.comm.group import RankGroup
+from onecopy.gradients.reducer import GradBucket, ReduceScatterQueue
+from onecopy.sharding.all_gather import AllGatherQueue
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
@@ -67,13 +66,20 @@ def test_configurations_take_every_way_there_is() -> None:
 
 def test_what_communicates_holds_gradients_or_is_a_hook_is_delayed() -> None:
     hooks = {BEFORE_LAZY_FORWARD[0], CLAIM_BUCKET[0], ZeroRedundancyOptimizer}
-    assert hooks | {Flights, Gatherer, Lane, Loan, Neighbourhood, Transport} <= set(DELAYED)
+    assert hooks | {
+        ReduceScatterQueue,
+        AllGatherQueue,
+        GradBucket,
+        SharedRead,
+        LocalRanks,
+        RankGroup,
+    } <= set(DELAYED)
 
 
 def test_everything_is_as_before_when_the_delays_are_over() -> None:
     before = [dict(vars(cls)) for cls in DELAYED]
     with Delays(seed=1, rank=0):
-        assert Gatherer.start is not before[DELAYED.index(Gatherer)]["start"]
+        assert AllGatherQueue.start is not before[DELAYED.index(AllGatherQueue)]["start"]
     assert [dict(vars(cls)) for cls in DELAYED] == before
 
 
@@ -93,24 +99,30 @@ def do_nothing(*_: Any) -> None:
     """In place of something that is needed."""
 
 
-def land_without_waiting(flights: Flights) -> None:
-    """As ``Flights.land``; what has not arrived yet is added up as it is."""
+def land_without_waiting(flights: ReduceScatterQueue) -> None:
+    """As ``ReduceScatterQueue.land``; what has not arrived yet is added up as it is."""
     flight = take_first(flights)
     flight.lane.add(flight.read())
     flight.pending.wait()
 
 
-def arrive_and_give_back(loan: Loan, patience: float, arrive: Any = Loan.arrive) -> None:
-    """As ``Loan.arrive``; the lender may write there from now on, and not when it was read."""
-    arrive(loan, patience)
-    loan.memory.give_back(loan.neighbourhood.rank, loan.address.ticket)
+def arrive_and_give_back(
+    shared_read: SharedRead, patience: float, arrive: Any = SharedRead.arrive
+) -> None:
+    """As ``SharedRead.arrive``; the owner may write there at once, not only when it was read."""
+    arrive(shared_read, patience)
+    shared_read.memory.give_back(shared_read.local_ranks.rank, shared_read.address.ticket)
 
 
 def launch_at_once_what_is_sent(
-    flights: Flights, lane: Lane, gradients: Any, share: float, launch: Any = Flights.launch
+    flights: ReduceScatterQueue,
+    lane: GradBucket,
+    gradients: Any,
+    share: float,
+    launch: Any = ReduceScatterQueue.launch,
 ) -> None:
-    """As ``Flights.launch``; a bucket of which nothing is lent does not wait for those who read
-    the memory that it shares with others."""
+    """As ``ReduceScatterQueue.launch``, but a bucket of which nothing is shared does not wait for
+    those who read the memory that it has in common with others."""
     memory = lane.memory
     if not lane.passage.readers:
         lane.memory = None
@@ -120,13 +132,13 @@ def launch_at_once_what_is_sent(
 
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "a forward does not wait": [(*BEFORE_LAZY_FORWARD, do_nothing)],
-    "a bucket is not awaited": [(Flights, "land", land_without_waiting)],
-    "a lender does not wait": [(Neighbourhood, "wait_until_read", do_nothing)],
+    "a bucket is not awaited": [(ReduceScatterQueue, "land", land_without_waiting)],
+    "a lender does not wait": [(LocalRanks, "wait_until_read", do_nothing)],
     "a loan is given back too early": [
-        (Loan, "arrive", arrive_and_give_back),
-        (Loan, "give_back", do_nothing),
+        (SharedRead, "arrive", arrive_and_give_back),
+        (SharedRead, "give_back", do_nothing),
     ],
-    "what is sent does not wait": [(Flights, "launch", launch_at_once_what_is_sent)],
+    "what is sent does not wait": [(ReduceScatterQueue, "launch", launch_at_once_what_is_sent)],
 }
 
 

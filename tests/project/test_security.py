@@ -28,16 +28,16 @@ from test_run_page import trace_of
 from test_structure import FILES, PACKAGE, each_file, referenced_names, tree_of
 
 from onecopy import estimate
-from onecopy.archive import METADATA, DamagedCheckpoint, Place, ValueEntry
-from onecopy.cli import main
-from onecopy.hosts import Hosts
-from onecopy.lending import SharedMemory, memory_of
-from onecopy.neighbours import Loan, Neighbourhood
-from onecopy.reader import Reader
-from onecopy.recorded import Run
-from onecopy.report.plan_page import plan_page
-from onecopy.report.run_page import run_page
-from onecopy.transport import broadcast_object
+from onecopy.checkpoint.files import DataFileReader
+from onecopy.checkpoint.metadata import METADATA, Place, ValueEntry
+from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
+from onecopy.comm.gloo.local_ranks import LocalRanks, SharedRead
+from onecopy.comm.gloo.shared_memory import SharedMemory, memory_of
+from onecopy.comm.gloo.topology import Topology
+from onecopy.comm.group import broadcast_object
+from onecopy.tools.cli import main
+from onecopy.tools.pages.plan_page import plan_page
+from onecopy.tools.pages.run_page import Run, run_page
 
 ROOT = PACKAGE.parent
 
@@ -150,7 +150,7 @@ def test_a_file_of_torch_save_is_no_checkpoint_directory(tmp_path: Path) -> None
     marker = tmp_path / "marker"
     torch.save({"state": Trap(os.mkdir, str(marker)), "param_groups": []}, tmp_path / "opt.pt")
     place = Place("opt.pt", 0, (tmp_path / "opt.pt").stat().st_size)
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
         reader.value(ValueEntry(place), "optim")
     assert not marker.exists()
 
@@ -163,7 +163,7 @@ def test_what_is_compressed_is_refused_before_it_grows(tmp_path: Path) -> None:
         archive.writestr("archive/version", "3\n")
     (tmp_path / "data").write_bytes(buffer.getvalue())
     place = Place("data", 0, len(buffer.getvalue()))
-    with Reader(tmp_path) as reader, pytest.raises(DamagedCheckpoint, match="compressed"):
+    with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint, match="compressed"):
         reader.value(ValueEntry(place), "optim.lr")
 
 
@@ -342,24 +342,24 @@ def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
-    neighbourhood = Neighbourhood(0, Hosts.together(2), {1: os.getpid()})
+    local_ranks = LocalRanks(0, Topology.together(2), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
     memory.lend([0])
     right = memory.address(memory.data)
     before = memory_of(os.getpid(), memory.fd).tolist()
     with pytest.raises(RuntimeError, match="the memory of rank 1 is gone"):
-        neighbourhood.map(1, right._replace(generation=right.generation + 1))
+        local_ranks.map(1, right._replace(generation=right.generation + 1))
     assert memory_of(os.getpid(), memory.fd).tolist() == before
-    assert neighbourhood.map(1, right).generation == right.generation
-    neighbourhood.abandon()
+    assert local_ranks.map(1, right).generation == right.generation
+    local_ranks.abandon()
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-8, 8), (8, 0), (0, 65), (2**60, 2**61)])
 def test_nothing_outside_of_lent_memory_is_read(start: int, stop: int) -> None:
-    neighbourhood = Neighbourhood(0, Hosts.together(2), {1: os.getpid()})
+    local_ranks = LocalRanks(0, Topology.together(2), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
-    loan = Loan(neighbourhood, 1, (0, 1))
-    loan.address = memory.address(memory.data)._replace(start=start, stop=stop)
-    loan.memory = neighbourhood.map(1, loan.address)
+    shared_read = SharedRead(local_ranks, 1, (0, 1))
+    shared_read.address = memory.address(memory.data)._replace(start=start, stop=stop)
+    shared_read.memory = local_ranks.map(1, shared_read.address)
     with pytest.raises(RuntimeError, match="lent memory that it does not have"):
-        loan.tensor(torch.uint8)
+        shared_read.tensor(torch.uint8)

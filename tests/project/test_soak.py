@@ -23,7 +23,7 @@ from soak_job import (
 from soak_reference import CASES
 from trial_common import count_failures, step_timeout
 
-from onecopy.pieces import MASTER
+from onecopy.planning.param_groups import MASTER
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 

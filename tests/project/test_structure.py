@@ -11,105 +11,20 @@ from pathlib import Path
 
 import pytest
 
-# A module may import only what stands before it. `__init__` comes last: nothing imports it.
-ORDER = (
-    "torch_private",
-    "version",
-    "words",
+# A module imports only its own folder, folders to the left of it, and these.
+FOLDERS = (
+    "planning",
+    "comm",
+    "sharding",
+    "gradients",
+    "checkpoint",
     "checks",
-    "kinds",
-    "plan",
-    "presets",
-    "tally",
-    "boxes",
-    "agreement",
-    "waiting",
-    "notes",
-    "exchange",
-    "condition",
-    "ledger",
-    "semaphores",
-    "hosts",
-    "lending",
-    "neighbours",
-    "timeline",
-    "tracing",
-    "groups",
-    "company",
-    "pending",
-    "transport",
-    "parcels",
-    "buffers",
-    "pieces",
-    "intake",
-    "policies",
-    "roster",
-    "naming",
-    "watch",
-    "fingerprints",
-    "replicas",
-    "inner",
-    "local",
-    "sentry",
-    "transfers",
-    "gatherer",
-    "lanes",
-    "roadway",
-    "flights",
-    "verdict",
-    "reducer",
-    "shards",
-    "state",
-    "full_state",
-    "restore",
-    "join",
-    "patches",
-    "feeds",
-    "norm",
-    "lazy",
-    "attachment",
-    "scaler",
-    "blueprint",
-    "memory",
-    "recipes",
-    "subject",
-    "demand",
-    "wire",
-    "peers",
-    "estimating",
-    "overview",
-    "models",
-    "recorded",
-    "report",
-    "cli",
-    "__main__",
-    "fragments",
-    "portrait",
-    "beginnings",
-    "options",
-    "stateful",
-    "progress",
-    "pickles",
-    "archive",
-    "reader",
-    "zipped",
-    "direct",
-    "writer",
-    "saving",
-    "saved",
-    "comparing",
-    "loading",
-    "parts",
-    "reporting",
-    "checking",
-    "keeping",
-    "attaching",
-    "growing",
-    "joining",
     "optimizer",
-    "ddp_hooks",
-    "__init__",
+    "tools",
 )
+EVERYWHERE = {"torch_private", "version"}
+# These import `tools`, and nothing imports them.
+ENTRANCES = {"__init__", "__main__"}
 COLLECTIVES = {
     "all_gather",
     "all_gather_coalesced",
@@ -140,14 +55,23 @@ COLLECTIVES = {
     "send",
     "send_object_list",
 }
-PACKAGE = Path(__file__).parents[2] / "onecopy"
+ROOT = next(path for path in Path(__file__).parents if (path / "pyproject.toml").exists())
+PACKAGE = ROOT / "onecopy"
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 
 
-def module_of(file: Path) -> str:
-    """The name in ORDER: `plan` for plan.py, `report` for everything below report/."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(file: Path) -> str:
+    """Dotted, below the package: `comm.group`; of a folder's `__init__`, the folder."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def folder_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+MODULES = {name_of(file) for file in FILES}
 
 
 @cache
@@ -186,27 +110,55 @@ def referenced_names(file: Path) -> Iterator[tuple[str, int]]:
             yield ".".join([origins[inner.id], *reversed(parts)]), node.lineno
 
 
-@each_file
-def test_module_has_its_place_in_the_order(file: Path) -> None:
-    assert module_of(file) in ORDER, (
-        f"{module_of(file)} is new: put it into ORDER at the top of {Path(__file__).name}, after "
-        "all modules that it imports and before those that import it"
-    )
-
-
-@each_file
-def test_module_imports_only_what_stands_before_it(file: Path) -> None:
-    me = module_of(file)
-    if me not in ORDER:
-        pytest.skip("has no place in the order yet")
-    modules = {module_of(other) for other in FILES}
+def imported_modules(file: Path) -> Iterator[tuple[str, int]]:
+    """(dotted name below the package, line) of the package's modules that a file imports."""
     for _, name, line in imported_names(file):
-        root, *rest = name.split(".")
-        if root != "onecopy" or rest[:1] == [me]:
-            continue
-        what = rest[0] if rest and rest[0] in modules else "__init__"
-        late = ORDER[ORDER.index(me) :]
-        assert what not in late, f"{file}:{line}: {me} may not import {name}"
+        root, _, rest = name.partition(".")
+        if root == "onecopy":
+            while rest and rest not in MODULES:
+                rest = rest.rpartition(".")[0]
+            yield rest or "__init__", line
+
+
+def test_there_are_at_most_nine_names_at_the_top_level() -> None:
+    top = {folder_of(name) for name in MODULES} - {"__init__", "__main__", "version"}
+    assert top <= {*FOLDERS, "torch_private"}
+
+
+@each_file
+def test_module_imports_only_folders_to_the_left(file: Path) -> None:
+    me = folder_of(name_of(file))
+    if me in ENTRANCES:
+        return
+    allowed = FOLDERS[: FOLDERS.index(me) + 1] if me in FOLDERS else ()
+    for name, line in imported_modules(file):
+        assert folder_of(name) in {*allowed, *EVERYWHERE}, f"{file}:{line}: {me} imports {name}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    edges = {name_of(f): {n for n, _ in imported_modules(f)} for f in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            for other in sorted(edges[name] - {name}):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in sorted(edges):
+        visit(name, ())
+
+
+@each_file
+def test_folders_say_what_they_are_for_and_how_they_are_read(file: Path) -> None:
+    if file.name != "__init__.py" or file.parent == PACKAGE:
+        return
+    text = ast.get_docstring(tree_of(file)) or ""
+    assert len(tree_of(file).body) == 1, f"{file} holds more than a docstring"
+    words = {word.strip(".,;`:") for word in text.split()}
+    unnamed = [f.stem for f in file.parent.glob("*.py") if f != file and f.stem not in words]
+    assert not unnamed, f"{file} does not say when to read {', '.join(unnamed)}"
 
 
 @each_file
@@ -217,35 +169,40 @@ def test_module_imports_only_torch_and_the_standard_library(file: Path) -> None:
 
 
 @each_file
-def test_only_transport_calls_collectives(file: Path) -> None:
-    if module_of(file) == "transport":
+def test_planning_knows_no_process_group(file: Path) -> None:
+    if folder_of(name_of(file)) == "planning":
+        for name, line in referenced_names(file):
+            assert not name.startswith("torch.distributed"), f"{file}:{line}: {name}"
+
+
+@each_file
+def test_only_comm_calls_collectives(file: Path) -> None:
+    if folder_of(name_of(file)) == "comm":
         return
     for name, line in referenced_names(file):
         if name.startswith("torch.distributed."):
             assert name.rpartition(".")[2] not in COLLECTIVES, (
-                f"{file}:{line}: {name} belongs into transport.py"
+                f"{file}:{line}: {name} belongs into comm/"
             )
 
 
 # Subclasses that admit a handful of names, and the metadata file that torch wants to be a pickle.
 PICKLE_USED = {
-    "pickles": {
-        *(
-            "pickle._Unpickler",
-            "pickle.SETITEM",
-            "pickle.SETITEMS",
-            "pickle.REDUCE",
-            "pickle.NEWOBJ",
-        ),
+    "checkpoint.safe_pickle": {
+        "pickle._Unpickler",
+        "pickle.SETITEM",
+        "pickle.SETITEMS",
+        "pickle.REDUCE",
+        "pickle.NEWOBJ",
     },
-    "writer": {"pickle.Pickler"},
-    "zipped": {"pickle.Pickler"},
+    "checkpoint.metadata": {"pickle.Pickler"},
+    "checkpoint.files": {"pickle.Pickler"},
 }
 
 
 @each_file
 def test_nothing_is_unpickled_that_could_run(file: Path) -> None:
-    used = PICKLE_USED.get(module_of(file), set())
+    used = PICKLE_USED.get(name_of(file), set())
     allowed = {"pickle", *used} if used else used
     for name, line in referenced_names(file):
         root = name.partition(".")[0]
@@ -267,7 +224,7 @@ def test_import_is_silent_and_brings_nothing_but_torch() -> None:
         capture_output=True,
         text=True,
         check=False,
-        cwd=PACKAGE.parent,
+        cwd=ROOT,
     )
     assert (done.returncode, done.stderr) == (0, "")
     new = done.stdout.split()

@@ -39,7 +39,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.groups import timeout
+from onecopy.comm.process_group import timeout
 from onecopy.torch_private import CHECKED, make_process_group
 
 SIZES = (2, 3, 4)
@@ -196,7 +196,7 @@ def test_a_timeout_that_is_set_later(world: World) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     if world.rank < 2:
         optimizer = ZeroRedundancyOptimizer(model_of().parameters(), AdamW, group, lr=0.1)
-        patience = transport_of(optimizer).company.patience
+        patience = transport_of(optimizer).monitor.patience
         if timeout(group) is None:
             pytest.skip("this torch does not tell a gloo group's timeout")
         assert patience() == 30

@@ -41,21 +41,28 @@ from states import consolidated_everywhere
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.lanes
-from onecopy import ZeroRedundancyOptimizer, keeping
-from onecopy.buffers import Copies, flat_range
-from onecopy.flights import Flight, Flights
-from onecopy.gatherer import IN_FLIGHT
-from onecopy.hosts import Hosts
-from onecopy.kinds import Kind
-from onecopy.lanes import Lane, LaneStaging, Place, Stretch
-from onecopy.plan import ParamSpec, Plan, make_plan
-from onecopy.transfers import WORTH_ITS_OWN_MESSAGE, Transfer
+import onecopy.gradients.reducer
+from onecopy import ZeroRedundancyOptimizer, optimizer
+from onecopy.comm.gloo.topology import Topology
+from onecopy.gradients.reducer import (
+    GradBucket,
+    GradientFill,
+    LaneStaging,
+    ReduceInFlight,
+    ReduceScatterQueue,
+    SmallGradients,
+)
+from onecopy.planning.layout import flat_range
+from onecopy.planning.plan import ParamSpec, Plan, make_plan
+from onecopy.planning.sizes import IN_FLIGHT, MIN_MESSAGE_BYTES
+from onecopy.planning.traits import Kind
+from onecopy.sharding.all_gather import Transfer
+from onecopy.sharding.buffers import CopyList
 
 # ------------------------------------------------------------------ parameters: in place or packed
 
 
-LARGE = WORTH_ITS_OWN_MESSAGE // 4  # elements of float32
+LARGE = MIN_MESSAGE_BYTES // 4  # elements of float32
 
 
 BUCKET_VIEW = pytest.mark.parametrize(
@@ -235,11 +242,11 @@ def test_no_more_gathers_are_in_flight_than_there_is_staging_for(world: World) -
 
     start, arrive = Transfer.start, Transfer.arrive
 
-    def counting_start(transfer: Transfer, transport: Any) -> Any:
+    def counting_start(transfer: Transfer, rank_group: Any) -> Any:
         nonlocal most
         under_way.append(transfer)
         most = max(most, len(under_way))
-        return start(transfer, transport)
+        return start(transfer, rank_group)
 
     def counting_arrive(transfer: Transfer, journey: Any) -> None:
         arrive(transfer, journey)
@@ -310,7 +317,7 @@ class FirstOfTwo:
     """As much of a transport as a lane asks for."""
 
     rank = 0
-    hosts = Hosts.apart(2)
+    hosts = Topology.apart(2)
     at_once = False
 
     def lends(self, *_: Any) -> bool:
@@ -341,10 +348,12 @@ def lanes_of(
     params: Sequence[torch.Tensor],
     wire: torch.dtype | None = None,
     at_once: bool = False,
-) -> list[Lane]:
-    transport = cast("Any", FirstOfTwo())
-    transport.at_once = at_once
-    lanes = [Lane.of(plan, b, params, transport, wire, None) for b in range(len(plan.buckets))]
+) -> list[GradBucket]:
+    rank_group = cast("Any", FirstOfTwo())
+    rank_group.at_once = at_once
+    lanes = [
+        GradBucket.of(plan, b, params, rank_group, wire, None) for b in range(len(plan.buckets))
+    ]
     staging = LaneStaging.of_depth(len(lanes))
     for lane in lanes:
         lane.demand(staging)
@@ -355,7 +364,7 @@ def lanes_of(
 
 
 def require_filled(
-    lane: Lane, plan: Plan, gradients: dict[int, torch.Tensor], share: float
+    lane: GradBucket, plan: Plan, gradients: dict[int, torch.Tensor], share: float
 ) -> None:
     for segment in plan.segments(lane.bucket):
         found = lane.outgoing[segment.offset :][: segment.stop - segment.start]
@@ -419,10 +428,10 @@ def test_parts_that_are_exchanged_at_once_lie_side_by_side(
             assert part.data_ptr() == lane.part_for(owner, lane.outgoing).data_ptr()
             start, stop = plan.range_of(lane.bucket, owner)
             assert part.numel() == stop - start
-            for piece in plan.pieces_in(lane.bucket, owner):
-                found = part[piece.offset - start :][: piece.numel]
-                grad = gradients.get(piece.param, torch.zeros_like(params[piece.param]))
-                assert torch.equal(found, grad.flatten()[piece.start : piece.stop] * 0.5)
+            for shard in plan.shards_in(lane.bucket, owner):
+                found = part[shard.offset - start :][: shard.numel]
+                grad = gradients.get(shard.param, torch.zeros_like(params[shard.param]))
+                assert torch.equal(found, grad.flatten()[shard.start : shard.stop] * 0.5)
 
 
 def test_what_is_held_is_added_to_the_finished_sum_in_runs() -> None:
@@ -477,7 +486,7 @@ def test_narrow_gradients_are_widened_before_they_are_scaled() -> None:
 def test_thousands_of_small_tensors_are_a_few_stretches_without_views() -> None:
     params = [torch.zeros(16, 16) for _ in range(1000)]
     (lane,) = lanes_of(planned(params, 1 << 20), params)
-    assert all(isinstance(place, Stretch) for place in lane.places)
+    assert all(isinstance(place, SmallGradients) for place in lane.places)
     assert len(lane.places) == 8
 
 
@@ -487,11 +496,11 @@ def test_what_is_large_or_cut_or_stored_in_another_order_has_a_place_of_its_own(
         torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]
     (lane,) = lanes_of(planned(params, 1 << 20), params)
-    assert [isinstance(place, Place) for place in lane.places] == [True, True]
+    assert [isinstance(place, GradientFill) for place in lane.places] == [True, True]
     small = [torch.zeros(100)]
     cut = lanes_of(planned(small, 30 * 4), small)
     assert len(cut) > 1
-    assert all(isinstance(place, Place) for lane in cut for place in lane.places)
+    assert all(isinstance(place, GradientFill) for lane in cut for place in lane.places)
 
 
 def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> None:
@@ -503,13 +512,13 @@ def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> No
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(onecopy.lanes).failed == 0
+    assert doctest.testmod(onecopy.gradients.reducer).failed == 0
 
 
 # ------------------------------------------------------------------ interrupted on the way
 
 
-LAUNCH = (Flights, "launch")
+LAUNCH = (ReduceScatterQueue, "launch")
 ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 
 
@@ -537,9 +546,9 @@ def raising_once(
 
 
 LANDING = [
-    (Lane, "add", "before", MemoryError),
-    (Lane, "add", "after", KeyboardInterrupt),
-    (Flight, "give_back", "after", KeyboardInterrupt),
+    (GradBucket, "add", "before", MemoryError),
+    (GradBucket, "add", "after", KeyboardInterrupt),
+    (ReduceInFlight, "give_back", "after", KeyboardInterrupt),
 ]
 USES: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: optimizer.step(),
@@ -629,7 +638,7 @@ def test_a_bucket_that_is_interrupted_before_or_after_it_is_sent_is_sent_once(
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize(("owner", "name"), [(Copies, "run"), AFTER_GATHER])
+@pytest.mark.parametrize(("owner", "name"), [(CopyList, "run"), AFTER_GATHER])
 @pytest.mark.parametrize("when", ["before", "after"])
 @ERRORS
 def test_a_gather_that_is_interrupted_is_awaited_again(
@@ -663,7 +672,7 @@ def test_a_load_that_is_interrupted_at_its_end_is_never_used_in_part(
     disturbed, undisturbed = Job(world, "masters"), Job(world, "masters")
     for job in (disturbed, undisturbed):
         job.train(2)
-    with raising_once(keeping, name, error, "before"), pytest.raises(error):
+    with raising_once(optimizer, name, error, "before"), pytest.raises(error):
         disturbed.optimizer.load_state_dict(saved)
     with pytest.raises(RuntimeError, match=f"loading has failed in the middle .{error.__name__}"):
         disturbed.optimizer.step()
@@ -688,12 +697,12 @@ def overwrite_what_is_free(model: nn.Module) -> None:
 @EVERY_FEED
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_memory_is_reused_while_a_collective_still_reads_it(
-    world: World, feed: str, lazy: bool
+    world: World, hooks: str, lazy: bool
 ) -> None:
     torch.manual_seed(0)
     zero = {"bucket_mb": 1e-4}  # more buckets than there are buffers for
     twins = AttachedTwins(
-        *(world, Mlp(), AdamW, feed), zero=zero, attach={"lazy_gather": lazy}, lr=0.01
+        *(world, Mlp(), AdamW, hooks), zero=zero, attach={"lazy_gather": lazy}, lr=0.01
     )
     # What a fast rank sends is in flight until the slowest has come to receive it.
     twins.model.norm.weight.register_hook(lambda _: time.sleep(0.004 * world.rank))

@@ -8,16 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from onecopy.buffers import (
-    FlatHomes,
-    Staging,
-    first_overlap,
-    flat_range,
-    is_dense,
-    one_of_each,
-)
-from onecopy.kinds import Kind
-from onecopy.plan import ParamSpec, Plan, make_plan
+from onecopy.planning.layout import first_overlap, flat_range, is_dense, one_of_each
+from onecopy.planning.plan import ParamSpec, Plan, make_plan
+from onecopy.planning.traits import Kind
+from onecopy.sharding.buffers import FlatStorage, StagingPool
 
 # ------------------------------------------------------------------ remembered of thousands
 
@@ -65,7 +59,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def check_homes(
-    homes: FlatHomes, plan: Plan, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    homes: FlatStorage, plan: Plan, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> None:
     """Every parameter is where the plan says, with its values, its strides, and gradients."""
     for param, value in zip(params, values, strict=True):
@@ -93,7 +87,7 @@ def test_homes_keep_objects_values_strides_and_autograd(world: int) -> None:
     values = [param.detach().clone() for param in params]
     identities = [id(param) for param in params]
     plan = make_plan(specs_of(params), world)
-    homes = FlatHomes()
+    homes = FlatStorage()
     homes.adopt(plan, params)
     check_homes(homes, plan, params, values)
     assert [id(param) for param in params] == identities
@@ -107,7 +101,7 @@ def test_homes_grow_with_the_plan_and_nobody_moves_twice() -> None:
     params = parameters()
     values = [param.detach().clone() for param in params]
     plan = make_plan(specs_of(params), 2)
-    homes = FlatHomes()
+    homes = FlatStorage()
     homes.adopt(plan, params)
     addresses = [param.data_ptr() for param in params]
 
@@ -122,7 +116,7 @@ def test_homes_grow_with_the_plan_and_nobody_moves_twice() -> None:
 def test_a_parameter_that_was_given_other_memory_is_brought_home_with_its_new_values() -> None:
     params = parameters()
     plan = make_plan(specs_of(params), 2)
-    homes = FlatHomes()
+    homes = FlatStorage()
     homes.adopt(plan, params)
     homed = [param.data_ptr() for param in params]
     params[0].data = torch.full((5, 3), 7.0)
@@ -142,7 +136,7 @@ def test_a_parameter_in_a_shared_storage_stays_where_it_is() -> None:
     params = [torch.nn.Parameter(torch.randn(3)), shared, gaps, folded]
     addresses = [param.data_ptr() for param in params]
     plan = make_plan(specs_of(params), 2)
-    homes = FlatHomes()
+    homes = FlatStorage()
     homes.adopt(plan, params)
     moved = [a != param.data_ptr() for a, param in zip(addresses, params, strict=True)]
     assert moved == [True, False, False, False]
@@ -155,7 +149,7 @@ def test_a_parameter_in_a_shared_storage_stays_where_it_is() -> None:
 def test_two_parameters_that_share_a_storage_go_on_sharing_it() -> None:
     storage = torch.randn(8)
     first, second = torch.nn.Parameter(storage[:4]), torch.nn.Parameter(storage[4:])
-    homes = FlatHomes()
+    homes = FlatStorage()
     homes.adopt(make_plan(specs_of([first, second]), 2), [first, second])
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert first.data_ptr() == storage.data_ptr()
@@ -166,7 +160,7 @@ def test_two_parameters_that_share_a_storage_go_on_sharing_it() -> None:
 
 def test_staging_is_reused_every_so_many_turns_and_fits_the_largest() -> None:
     like = torch.empty(0)
-    staging = Staging(depth=3)
+    staging = StagingPool(depth=3)
     wanted = [5, 8, 2, 9, 1, 2, 7]
     for turn, numel in enumerate(wanted):
         staging.demand(turn, numel, like)
@@ -182,7 +176,7 @@ def test_staging_is_reused_every_so_many_turns_and_fits_the_largest() -> None:
 
 
 def test_staging_of_other_dtypes_is_other_memory() -> None:
-    staging = Staging(depth=2)
+    staging = StagingPool(depth=2)
     narrow, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.float64)
     for like in (narrow, wide):
         staging.demand(0, 4, like)
@@ -192,6 +186,6 @@ def test_staging_of_other_dtypes_is_other_memory() -> None:
 
 
 def test_staging_starts_without_garbage() -> None:
-    staging = Staging(depth=1)
+    staging = StagingPool(depth=1)
     staging.demand(0, 1000, torch.empty(0))
     assert not staging.reserve(0, 1000, torch.empty(0)).any()

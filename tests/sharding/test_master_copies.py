@@ -35,7 +35,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onecopy import GradScaler, ZeroRedundancyOptimizer
-from onecopy.pieces import MASTER
+from onecopy.planning.param_groups import MASTER
 
 # ---------------------------------------- training ----------------------------------------------
 
@@ -173,9 +173,9 @@ def test_float16_with_a_loss_scale(world: World) -> None:
 
 
 def attached(
-    feed: str, model: nn.Module, **options: Any
+    hooks: str, model: nn.Module, **options: Any
 ) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    module = DistributedDataParallel(model, **options) if feed == "ddp" else model
+    module = DistributedDataParallel(model, **options) if hooks == "ddp" else model
     optimizer = ours(model, AdamW, lr=0.01)
     optimizer.attach(module)
     return module, optimizer
@@ -201,10 +201,10 @@ def expected_average(world: World, mine: list[torch.Tensor]) -> list[torch.Tenso
 
 @distributed(1, 2, 3, 4)
 @EVERY_FEED
-def test_gradients_of_16_micro_batches_are_accumulated_in_float32(world: World, feed: str) -> None:
+def test_gradients_of_16_micro_batches_are_accumulated_in_float32(world: World, hooks: str) -> None:
     pretend_hosts(world)
     model, twin = Loss(), Loss()
-    module, optimizer = attached(feed, model)
+    module, optimizer = attached(hooks, model)
     numel = sum(param.numel() for param in model.parameters())
     held = optimizer.memory_report().gradients
     wide = [torch.zeros_like(p, dtype=FP32) for p in twin.parameters()]
@@ -244,9 +244,9 @@ def test_gradients_of_16_micro_batches_are_accumulated_in_float32(world: World, 
 
 @distributed(2)
 @EVERY_FEED
-def test_without_masters_gradients_are_accumulated_in_param_grad(world: World, feed: str) -> None:
+def test_without_masters_gradients_are_accumulated_in_param_grad(world: World, hooks: str) -> None:
     model = Loss()
-    module = DistributedDataParallel(model) if feed == "ddp" else model
+    module = DistributedDataParallel(model) if hooks == "ddp" else model
     optimizer = ours(model, AdamW, lr=0.01, master_dtype=None)
     optimizer.attach(module)
     with optimizer.no_sync():
@@ -263,10 +263,10 @@ class Branches(Loss):
 
 @distributed(1, 2)
 @EVERY_FEED
-def test_what_was_accumulated_is_averaged_once_or_dropped(world: World, feed: str) -> None:
+def test_what_was_accumulated_is_averaged_once_or_dropped(world: World, hooks: str) -> None:
     pretend_hosts(world)
     model, twin = Branches(), Branches()
-    module, optimizer = attached(feed, model, find_unused_parameters=True)
+    module, optimizer = attached(hooks, model, find_unused_parameters=True)
     x = noise(6, 11, seed=(world.rank + 1,)).to(BF16)
 
     def accumulate(both: bool = True) -> None:
@@ -321,11 +321,11 @@ def test_what_was_accumulated_is_averaged_once_or_dropped(world: World, feed: st
 
 @distributed(2)
 @EVERY_FEED
-def test_what_was_unfrozen_is_accumulated_in_float32(world: World, feed: str) -> None:
+def test_what_was_unfrozen_is_accumulated_in_float32(world: World, hooks: str) -> None:
     pretend_hosts(world)
     model, twin = Loss(), Loss()
     model.second.requires_grad_(False)
-    module, optimizer = attached(feed, model)
+    module, optimizer = attached(hooks, model)
     module(torch.ones(2, 11, dtype=BF16)).backward()
     optimizer.step()
     twin.load_state_dict(model.state_dict())
@@ -629,7 +629,7 @@ def test_master_copies_of_another_ranks_pieces_are_warned_of(world: World, which
     optimizer.step()
     state = full_state(optimizer)
     plan = plan_of(optimizer)
-    (last,) = {piece.param for piece in plan.pieces(world.size - 1)}
+    (last,) = {shard.param for shard in plan.shards(world.size - 1)}
     for number in state:
         if (number == last) == (which == "lacking"):
             del state[number][MASTER]
@@ -665,9 +665,9 @@ def test_a_full_state_dict_waits_for_the_parameters(world: World, lazy: bool) ->
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.5, master_dtype=FP32)
     optimizer.attach(model, lazy_gather=lazy)
     x = torch.ones(192, dtype=BF16)
-    for piece in plan_of(optimizer).pieces(0):
-        if piece.param == 1:
-            x[piece.start : piece.stop] = 0.001
+    for shard in plan_of(optimizer).shards(0):
+        if shard.param == 1:
+            x[shard.start : shard.stop] = 0.001
     model(x).backward()
     optimizer.step()
     optimizer.consolidate_state_dict(to=0)
@@ -695,4 +695,4 @@ def test_masters_follow_their_parameters_on_the_device(world: World) -> None:
         model.first.weight.mul_(2.0)
     with NoNumbers():
         local_of(optimizer).masters.follow_params()
-    assert not any(owned.is_ahead for owned in local_of(optimizer).pieces)
+    assert not any(owned.is_ahead for owned in local_of(optimizer).shards)

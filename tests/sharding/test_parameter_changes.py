@@ -33,9 +33,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.buffers import Staging
-from onecopy.roster import Entry
-from onecopy.watch import HomeWatch, MemoryWatch, find_names
+from onecopy.planning.param_groups import Entry
+from onecopy.sharding.buffers import StagingPool
+from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch, find_names
 
 
 def watched(module: nn.Module) -> MemoryWatch:
@@ -147,7 +147,7 @@ def twin(param: torch.Tensor) -> nn.Parameter:
 
 def test_parameters_in_their_places_are_fine_whatever_their_values() -> None:
     module = net()
-    watch = HomeWatch(entries(module))
+    watch = ModuleWatch(entries(module))
     watch.require_in_place()
     module.load_state_dict(net().state_dict())
     module.double()
@@ -158,7 +158,7 @@ def test_parameters_in_their_places_are_fine_whatever_their_values() -> None:
 def test_parameters_replaced_by_assignment_are_found_out() -> None:
     module = net()
     held = entries(module)
-    watch = HomeWatch(held)
+    watch = ModuleWatch(held)
     module.load_state_dict(net().state_dict(), assign=True)
     assert not any(e.param is new for e, new in zip(held, module.parameters(), strict=True))
     with pytest.raises(RuntimeError, match=r"0.weight is no longer .*assign=True"):
@@ -169,7 +169,7 @@ def test_parameters_replaced_by_assignment_are_found_out() -> None:
 def test_one_replaced_parameter_is_named(layer: int, name: str) -> None:
     module = net()
     held = entries(module)
-    watch = HomeWatch(held)
+    watch = ModuleWatch(held)
     setattr(module[layer], name, twin(getattr(module[layer], name)))
     with pytest.raises(RuntimeError, match=rf"^{layer}\.{name} is no longer the one"):
         watch.require_in_place()
@@ -178,7 +178,7 @@ def test_one_replaced_parameter_is_named(layer: int, name: str) -> None:
 def test_a_new_head_of_another_shape_is_a_replacement_too() -> None:
     module = net()
     held = entries(module)
-    watch = HomeWatch(held)
+    watch = ModuleWatch(held)
     module[2].weight = nn.Parameter(torch.zeros(5, 17))
     with pytest.raises(RuntimeError, match=r"2\.weight is no longer"):
         watch.require_in_place()
@@ -188,7 +188,7 @@ def test_a_tied_parameter_is_alive_while_one_module_still_holds_it() -> None:
     first, second = nn.Linear(13, 13), nn.Linear(13, 13)
     second.weight = first.weight
     held = [Entry(first.weight, "tied", 0)]
-    watch = HomeWatch(held)
+    watch = ModuleWatch(held)
     second.weight = twin(first.weight)
     watch.require_in_place()
     first.weight = second.weight
@@ -199,7 +199,7 @@ def test_a_tied_parameter_is_alive_while_one_module_still_holds_it() -> None:
 def test_a_tied_parameter_whose_other_module_is_gone_is_watched_all_the_same() -> None:
     first, second = nn.Linear(13, 13), nn.Linear(13, 13)
     second.weight = first.weight
-    watch = HomeWatch([Entry(first.weight, "tied", 0)])
+    watch = ModuleWatch([Entry(first.weight, "tied", 0)])
     del second
     gc.collect()
     watch.require_in_place()
@@ -221,7 +221,7 @@ def test_a_tied_parameter_whose_other_module_is_gone_is_watched_all_the_same() -
 def test_surgery_on_the_model_is_no_replacement(change: Callable[[nn.Sequential], Any]) -> None:
     module = net()
     held = entries(module)
-    watch = HomeWatch(held)
+    watch = ModuleWatch(held)
     change(module)
     gc.collect()
     watch.require_in_place()
@@ -229,7 +229,7 @@ def test_surgery_on_the_model_is_no_replacement(change: Callable[[nn.Sequential]
 
 def test_a_model_that_is_gone_is_none_of_our_business_and_is_not_kept_alive() -> None:
     module = net()
-    watch = HomeWatch(entries(module))
+    watch = ModuleWatch(entries(module))
     gone = weakref.ref(module[0])
     del module
     gc.collect()
@@ -247,7 +247,7 @@ def test_a_model_that_is_gone_is_none_of_our_business_and_is_not_kept_alive() ->
 def test_what_never_belonged_to_a_module_cannot_have_been_replaced_there(
     make: Callable[[], list[torch.Tensor]],
 ) -> None:
-    watch = HomeWatch([Entry(param, "mine", 0) for param in make()])
+    watch = ModuleWatch([Entry(param, "mine", 0) for param in make()])
     module = net()
     module(torch.ones(13)).sum().backward()
     watch.require_in_place()
@@ -288,7 +288,7 @@ def test_modules_with_methods_of_their_own_are_walked_all_the_same() -> None:
     module = RaisesWhenWalked()
     held = [Entry(param, name, 0) for name, param in nn.Module.named_parameters(module.layer)]
     held.append(Entry(module.weight, "weight", 0))
-    watch = HomeWatch(held)
+    watch = ModuleWatch(held)
     assert watch.names.of == ("layer.weight", "layer.bias", "weight")
     module.weight = twin(module.weight)
     with pytest.raises(RuntimeError, match="weight is no longer"):
@@ -302,7 +302,7 @@ def test_a_module_that_cannot_be_walked_names_nothing(
     module, odd = net(), CannotBeRead()
     with monkeypatch.context() as patch:
         patch.setattr(CannotBeRead, "locked", (locked,))
-        watch = HomeWatch(entries(module))
+        watch = ModuleWatch(entries(module))
     assert watch.names.of == ("0.weight", "0.bias", "2.weight", "2.bias")
     watch.require_in_place()
     del odd
@@ -562,16 +562,16 @@ def test_a_step_sends_what_was_planned_and_no_more(world: World, bucket_view: bo
     model.norm.requires_grad_(False)
     for bucket_mb in (SMALL_BUCKETS, 25):
         optimizer = sharded(model, bucket_mb=bucket_mb, parameters_as_bucket_view=bucket_view)
-        pieces = list(plan_of(optimizer).pieces(world.rank))
+        shards = list(plan_of(optimizer).shards(world.rank))
         traffic = traffic_of(optimizer)
         for _ in range(2):
             model.zero_grad()
             model(model.batch((world.rank,))).backward()
             messages, sent = traffic.messages, traffic.bytes
             optimizer.step()
-            share = sum(4 * piece.numel for piece in pieces)
+            share = sum(4 * shard.numel for shard in shards)
             assert traffic.bytes - sent == share * (world.size - 1)
-            buckets = {piece.bucket for piece in pieces}
+            buckets = {shard.bucket for shard in shards}
             assert traffic.messages - messages == len(buckets) * (world.size - 1)
         total = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
         assert abs(share - total / world.size) <= 4
@@ -676,7 +676,7 @@ def test_a_conversion_for_which_memory_is_lacking_can_be_taken_back(world: World
     optimizer.attach(model)
     batch = model.batch((world.rank + 1, 1))
     model.double()
-    with mock.patch.object(Staging, "reserve", lost), pytest.raises(Lost):
+    with mock.patch.object(StagingPool, "reserve", lost), pytest.raises(Lost):
         model(batch.double()).backward()
     model.float()
     optimizer.zero_grad()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World
-from models import SMALL_BUCKETS, assert_same_on_all_ranks, feed, seed_of
+from models import SMALL_BUCKETS, assert_same_on_all_ranks, hooks, seed_of
 from test_bit_equality import CASES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy import ZeroRedundancyOptimizer
 
 FEEDS = ("ddp", "module")
-EVERY_FEED = pytest.mark.parametrize("feed", FEEDS)
+EVERY_FEED = pytest.mark.parametrize("hooks", FEEDS)
 
 
 # The other classes differ from these in nothing that attached mode could touch.
@@ -43,7 +43,7 @@ class AttachedTwins:
         world: World,
         model: nn.Module,
         optimizer_class: type[torch.optim.Optimizer],
-        feed: str,
+        hooks: str,
         *,
         groups: Callable[[nn.Module], Any] = nn.Module.parameters,
         ddp: dict[str, Any] | None = None,
@@ -56,7 +56,7 @@ class AttachedTwins:
         ddp = ddp or {}
         self.plain_ddp = DistributedDataParallel(self.plain_model, **ddp)
         self.plain = optimizer_class(groups(self.plain_model), **copy.deepcopy(options))
-        self.ddp = DistributedDataParallel(self.model, **ddp) if feed == "ddp" else self.model
+        self.ddp = DistributedDataParallel(self.model, **ddp) if hooks == "ddp" else self.model
         zero = {"bucket_mb": SMALL_BUCKETS, **(zero or {})}
         self.optimizer = ZeroRedundancyOptimizer(
             groups(self.model), optimizer_class, **zero, **options
@@ -72,8 +72,8 @@ class AttachedTwins:
         """Gradients of another batch, for both."""
         batch = self.batch()
         with contextlib.nullcontext() if synced else self.no_sync():
-            feed(self.plain_ddp, batch).backward()
-            feed(self.ddp, batch).backward()
+            hooks(self.plain_ddp, batch).backward()
+            hooks(self.ddp, batch).backward()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

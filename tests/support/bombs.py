@@ -18,7 +18,7 @@ from typing import Any
 
 from fuzzing import MEMORY
 
-from onecopy.pickles import DamagedCheckpoint
+from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
 
 PATIENCE = 15  # seconds; what is refused takes some milliseconds, but may be a million deep
 PRIME = 2**61 - 1  # whose multiples all have the same hash

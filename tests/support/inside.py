@@ -17,38 +17,29 @@ from typing import Any
 
 import torch
 
-from onecopy import (
-    ZeroRedundancyOptimizer,
-    archive,
-    exchange,
-    groups,
-    kinds,
-    lanes,
-    loading,
-    local,
-    neighbours,
-    notes,
-    parcels,
-    recorded,
-    saving,
-    shards,
-    torch_private,
-    transport,
+from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
+from onecopy.checkpoint import load, metadata, save
+from onecopy.checks.corruption_check import CorruptionCheck
+from onecopy.comm import agreement, group, monitor, process_group, transfer
+from onecopy.comm.gloo import local_ranks
+from onecopy.comm.gloo.shared_memory import SharedMemory
+from onecopy.comm.group import RankGroup
+from onecopy.comm.stats import Traffic
+from onecopy.gradients import reducer
+from onecopy.gradients.hooks import LazyGather
+from onecopy.gradients.reducer import (
+    GradBucket,
+    GradientReducer,
+    ReduceInFlight,
+    ReduceScatterQueue,
 )
-from onecopy import optimizer as optimizer_module
-from onecopy.flights import Flight, Flights
-from onecopy.gatherer import Gatherer
-from onecopy.lanes import Lane
-from onecopy.lazy import LazyWaits
-from onecopy.ledger import Traffic
-from onecopy.lending import SharedMemory
-from onecopy.local import LocalOptimizer
-from onecopy.plan import Plan
-from onecopy.reducer import Reducer
-from onecopy.sentry import Sentry
-from onecopy.shards import Shards
-from onecopy.transfers import Transfer
-from onecopy.transport import Transport
+from onecopy.planning import sizes, traits
+from onecopy.planning.plan import Plan
+from onecopy.sharding import inner, sharded_params
+from onecopy.sharding.all_gather import AllGatherQueue, Transfer
+from onecopy.sharding.inner import InnerOptimizers
+from onecopy.sharding.sharded_params import ShardedParams
+from onecopy.tools.pages import run_page
 
 # ---------------------------------------- of an optimizer ----------------------------------------
 
@@ -59,65 +50,65 @@ def plan_of(optimizer: ZeroRedundancyOptimizer) -> Plan:
 
 def params_of(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """All parameters, in the order of the plan's indices."""
-    return optimizer._roster.params
+    return optimizer._registry.params
 
 
-def shards_of(optimizer: ZeroRedundancyOptimizer) -> Shards:
-    return optimizer._shards
+def shards_of(optimizer: ZeroRedundancyOptimizer) -> ShardedParams:
+    return optimizer._sharded_params
 
 
-def local_of(optimizer: ZeroRedundancyOptimizer) -> LocalOptimizer:
+def local_of(optimizer: ZeroRedundancyOptimizer) -> InnerOptimizers:
     """The inner optimizers and the pieces of parameters that they update."""
     return optimizer._local
 
 
-def transport_of(optimizer: ZeroRedundancyOptimizer) -> Transport:
-    return optimizer._transport
+def transport_of(optimizer: ZeroRedundancyOptimizer) -> RankGroup:
+    return optimizer._rank_group
 
 
 def traffic_of(optimizer: ZeroRedundancyOptimizer) -> Traffic:
     """Messages and bytes sent since construction."""
-    return optimizer._transport.traffic
+    return optimizer._rank_group.traffic
 
 
 def private_group_of(
-    owner: ZeroRedundancyOptimizer | Transport,
+    owner: ZeroRedundancyOptimizer | RankGroup,
 ) -> torch.distributed.ProcessGroup | None:
     """The process group that the package made for itself."""
-    found = owner if isinstance(owner, Transport) else owner._transport
+    found = owner if isinstance(owner, RankGroup) else owner._rank_group
     return found._group
 
 
-def gatherer_of(optimizer: ZeroRedundancyOptimizer) -> Gatherer:
-    return optimizer._shards.gatherer
+def gatherer_of(optimizer: ZeroRedundancyOptimizer) -> AllGatherQueue:
+    return optimizer._sharded_params.all_gathers
 
 
 def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[Transfer]:
     """The prepared all-gathers, one per bucket."""
-    return optimizer._shards.gatherer._transfers
+    return optimizer._sharded_params.all_gathers._transfers
 
 
 def in_flight(optimizer: ZeroRedundancyOptimizer) -> Collection[int]:
     """The buckets whose all-gather was launched and not awaited."""
-    return optimizer._shards.gatherer._launched
+    return optimizer._sharded_params.all_gathers._launched
 
 
 def staged_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
     """Memory of the all-gathers besides the parameters."""
-    return optimizer._shards.gatherer.staged_bytes
+    return optimizer._sharded_params.all_gathers.staged_bytes
 
 
 def is_attached(optimizer: ZeroRedundancyOptimizer) -> bool:
     return optimizer._attachment is not None
 
 
-def reducer_of(optimizer: ZeroRedundancyOptimizer) -> Reducer:
+def reducer_of(optimizer: ZeroRedundancyOptimizer) -> GradientReducer:
     """Of an attached optimizer."""
     assert optimizer._attachment is not None
     return optimizer._attachment.reducer
 
 
-def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[Lane]:
+def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[GradBucket]:
     """The reduce-scatters of an attached optimizer, one per bucket."""
     return reducer_of(optimizer).roadway.lanes
 
@@ -141,20 +132,20 @@ def next_bucket(optimizer: ZeroRedundancyOptimizer) -> int:
 
 def deliver(optimizer: ZeroRedundancyOptimizer, index: int, param: torch.Tensor) -> None:
     """What the hook of a parameter calls; the optimizer is attached to a bare module."""
-    optimizer._attachment.feed._arrived(index, param)
+    optimizer._attachment.hooks._arrived(index, param)
 
 
 def end_backward(optimizer: ZeroRedundancyOptimizer) -> None:
     """What autograd calls at the end; the optimizer is attached to a bare module."""
-    optimizer._attachment.feed._ended()
+    optimizer._attachment.hooks._ended()
 
 
 def watch_begin(optimizer: ZeroRedundancyOptimizer, watch: Callable[[Callable], None]) -> None:
     """Let `watch(begin)` run in place of `begin()` when a gradient is delivered by hand: the end of
     the backward counts as queued."""
-    feed = optimizer._attachment.feed
-    begin = feed._begin
-    feed._begin, feed._is_queued = lambda: watch(begin), True
+    hooks = optimizer._attachment.hooks
+    begin = hooks._begin
+    hooks._begin, hooks._is_queued = lambda: watch(begin), True
 
 
 def held_gradients(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor | None]:
@@ -170,13 +161,13 @@ def held_gradients(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor | No
 def hooked_for_no_sync(optimizer: ZeroRedundancyOptimizer) -> set[int]:
     """The parameters with hooks that accumulate gradients inside no_sync(), attached to DDP."""
     assert optimizer._attachment is not None
-    feed: Any = optimizer._attachment.feed
-    return set(feed._accumulating)
+    hooks: Any = optimizer._attachment.hooks
+    return set(hooks._accumulating)
 
 
 def ddps_around(optimizer: ZeroRedundancyOptimizer) -> Collection[Any]:
     """The DDP modules that were found around the parameters."""
-    return optimizer._shards._in_modules._ddps
+    return optimizer._sharded_params._in_modules._ddps
 
 
 def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
@@ -186,23 +177,23 @@ def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Any:
     """Why the optimizer refuses to go on; None if it does not."""
-    return optimizer._condition.refusal
+    return optimizer._status.refusal
 
 
 def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
     return optimizer._tracing is not None
 
 
-def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> Sentry:
+def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> CorruptionCheck:
     """Of an optimizer that was built with ``check_every``."""
-    assert optimizer._sentry is not None
-    return optimizer._sentry
+    assert optimizer._corruption_check is not None
+    return optimizer._corruption_check
 
 
 def set_corruption_check(
-    optimizer: ZeroRedundancyOptimizer, check: Sentry | None, every: int
+    optimizer: ZeroRedundancyOptimizer, check: CorruptionCheck | None, every: int
 ) -> None:
-    optimizer._sentry, optimizer._check_every = check, every
+    optimizer._corruption_check, optimizer._check_every = check, every
 
 
 def count_steps(optimizer: ZeroRedundancyOptimizer, by: int) -> None:
@@ -226,26 +217,26 @@ def watch_joined(optimizer: ZeroRedundancyOptimizer, watch: Callable[[Callable],
 
 def private_groups() -> Mapping[Any, Any]:
     """The process groups that the package made and has not destroyed."""
-    return groups._private_groups
+    return process_group._private_groups
 
 
 def forget_lent_memory() -> None:
     """Release what was lent to other ranks; all of them have read it."""
-    for neighbourhood in transport._neighbourhoods.values():
-        neighbourhood.forget()
+    for found in group._local_ranks.values():
+        found.forget()
 
 
-_host = neighbours._host
+_host = local_ranks._host_id
 
 
 def set_host(name: int) -> None:
     """As if this process were on host number `name`, for optimizers built from now on."""
-    neighbours._host = lambda: hashlib.sha256(_host() + bytes([name])).digest()[:16]
+    local_ranks._host_id = lambda: hashlib.sha256(_host() + bytes([name])).digest()[:16]
 
 
 def share_memory_from(nbytes: int) -> None:
     """Parts of at least so many bytes are read in place by ranks of the same host."""
-    neighbours.WORTH_LENDING = nbytes
+    sizes.MIN_SHARED_BYTES = nbytes
 
 
 def share_no_memory() -> None:
@@ -257,7 +248,7 @@ def was_read(memory: SharedMemory) -> bool:
     return memory._was_read.take()
 
 
-def take_first(flights: Flights) -> Flight:
+def take_first(flights: ReduceScatterQueue) -> ReduceInFlight:
     """Remove the flight that was launched first."""
     return flights._under_way.popleft()
 
@@ -266,44 +257,44 @@ def take_first(flights: Flights) -> Flight:
 
 TRIES_A_STEP = "_try_step"  # raises what an optimizer class raised on empty tensors
 RECORDS_A_REFUSAL = "_tear"
-wait_for_readers = neighbours._linger
-known_kinds = kinds._KNOWN
-probe_kind = kinds._probe
-pack, unpack = parcels._pack, parcels._unpack
-OWN_PARCEL_BYTES = parcels._WORTH_ITS_OWN_PARCEL
-parse_recorded = recorded._understood
-ArchiveIndex = archive._Index
-store_grows = notes._grows
+wait_for_readers = local_ranks._linger
+known_kinds = traits._KNOWN
+probe_kind = traits._probe
+pack, unpack = transfer._pack, transfer._unpack
+OWN_PARCEL_BYTES = transfer._MIN_MESSAGE_BYTES
+parse_recorded = run_page._understood
+ArchiveIndex = metadata._Index
+store_grows = monitor._grows
 without_split = torch_private._without_split
 
 # ------------------------------- to be patched: (owner, name) -------------------------------
 
-AFTER_GATHER = (Gatherer, "_arrive")
-ADD_CONTRIBUTIONS = (Lane, "add")  # to the reduced gradient of a bucket
-ADD_RUN = (lanes, "_add")  # the same for a run of its elements
-ALL_GATHER_SINGLE = (transport, "_all_gather_single")
-BACKENDS = (transport, "backends")
-BEFORE_LAZY_FORWARD = (LazyWaits, "_before")
-CLAIM_BUCKET = (Reducer, "_claim")  # for the thread that will launch it
-CAN_READ = (neighbours, "_can_read")
-EXCHANGE_ANSWER_SECONDS = (exchange, "_ANSWER_SECONDS")
-EXCHANGE_BEAT_SECONDS = (exchange, "_BEAT_SECONDS")
-EXCHANGE_DEAD_SECONDS = (exchange, "_DEAD_SECONDS")
-EXCHANGE_LONGEST_NAP = (exchange, "_LONGEST_NAP")
-FIND_NEIGHBOURS = (transport, "find")
-NOTES_ANSWER_SECONDS = (notes, "ANSWER_WITHIN")
-NOTES_REPORT_SECONDS = (notes, "REPORT_WITHIN")
-PACKED_BYTES = (parcels, "PACKED_BYTES")
-PARCEL_BYTES = (parcels, "_WORTH_ITS_OWN_PARCEL")
-PROBED_KINDS = (kinds, "_probed")
-RANGE_BYTES = (parcels, "RANGE_BYTES")
-READ_CHECKPOINT = (loading, "_read")
-READ_METADATA = (loading, "read_metadata")
-REDUCE_SCATTER_SINGLE = (transport, "_reduce_scatter_single")
-RELEASE = (optimizer_module, "__version__")
-SAVING_READS_METADATA = (saving, "read_metadata")
-SEARCH_FOR_MODULES = (shards, "HomeWatch")
-SEND_GRADIENTS = (Flights, "_send")
-SHARED_MEMORY = (transport, "SharedMemory")
-STEP_WITHOUT_HOOKS = (local, "step_without_hooks")  # of an inner optimizer
-WRITE_METADATA = (saving, "write_metadata")
+AFTER_GATHER = (AllGatherQueue, "_arrive")
+ADD_CONTRIBUTIONS = (GradBucket, "add")  # to the reduced gradient of a bucket
+ADD_RUN = (reducer, "_add_run")  # the same for a run of its elements
+ALL_GATHER_SINGLE = (group, "_all_gather_single")
+BACKENDS = (group, "backends")
+BEFORE_LAZY_FORWARD = (LazyGather, "_before")
+CLAIM_BUCKET = (GradientReducer, "_claim")  # for the thread that will launch it
+CAN_READ = (local_ranks, "_can_read")
+EXCHANGE_ANSWER_SECONDS = (agreement, "_ANSWER_SECONDS")
+EXCHANGE_BEAT_SECONDS = (agreement, "_BEAT_SECONDS")
+EXCHANGE_DEAD_SECONDS = (agreement, "_DEAD_SECONDS")
+EXCHANGE_LONGEST_NAP = (agreement, "_LONGEST_NAP")
+FIND_NEIGHBOURS = (group, "find_local_ranks")
+NOTES_ANSWER_SECONDS = (monitor, "ANSWER_WITHIN")
+NOTES_REPORT_SECONDS = (monitor, "REPORT_WITHIN")
+PACKED_BYTES = (transfer, "PACKED_BYTES")
+PARCEL_BYTES = (transfer, "_MIN_MESSAGE_BYTES")
+PROBED_KINDS = (traits, "_probed")
+RANGE_BYTES = (transfer, "RANGE_BYTES")
+READ_CHECKPOINT = (load, "_read")
+READ_METADATA = (load, "read_metadata")
+REDUCE_SCATTER_SINGLE = (group, "_reduce_scatter_single")
+RELEASE = (optimizer, "__version__")
+SAVING_READS_METADATA = (save, "read_metadata")
+SEARCH_FOR_MODULES = (sharded_params, "ModuleWatch")
+SEND_GRADIENTS = (ReduceScatterQueue, "_send")
+SHARED_MEMORY = (group, "SharedMemory")
+STEP_WITHOUT_HOOKS = (inner, "step_without_hooks")  # of an inner optimizer
+WRITE_METADATA = (save, "write_metadata")

@@ -27,7 +27,7 @@ from inside import WRITE_METADATA, share_memory_from
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.gatherer import Gatherer
+from onecopy.sharding.all_gather import AllGatherQueue
 
 # Ignored in what a shell has started in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -244,7 +244,7 @@ def stopped_in_a_step() -> None:
     """Where the other one is, too."""
     optimizer = made(attach=False)
     if RANK == VICTIM:
-        Gatherer.start = stop  # type: ignore[assignment]
+        AllGatherQueue.start = stop  # type: ignore[assignment]
     without_the_other(optimizer.step, stops_at_once=False)
 
 

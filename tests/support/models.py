@@ -186,7 +186,7 @@ def average_gradients(tensors: Iterable[torch.Tensor], group: Any = None) -> Non
             grad.copy_(total / dist.get_world_size(group))
 
 
-def feed(model: nn.Module, batch: Any) -> torch.Tensor:
+def hooks(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch, whichever form the model's batches have."""
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
@@ -244,7 +244,7 @@ class Twins:
         batch = self.batch()
         for _, ddp, _ in self.both():
             ddp.zero_grad(set_to_none=set_to_none)
-            feed(ddp, batch).backward()
+            hooks(ddp, batch).backward()
             if self.by_hand:
                 average_gradients(ddp.parameters())
 

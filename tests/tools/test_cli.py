@@ -18,13 +18,13 @@ from harness import World, distributed
 from models import Mlp
 from torch import nn
 
-import onecopy.cli.arguments
-import onecopy.recipes
-import onecopy.words
+import onecopy.planning.text
+import onecopy.planning.traits
+import onecopy.tools.cli
 from onecopy import ZeroRedundancyOptimizer, estimate
-from onecopy.cli import main
-from onecopy.presets import PRESETS
-from onecopy.words import counted, in_bytes
+from onecopy.planning.text import counted, in_bytes
+from onecopy.tools.cli import main
+from onecopy.tools.models import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -227,12 +227,12 @@ def test_plan_as_json_covers_every_element(capsys: pytest.CaptureFixture[str]) -
     sizes = {param["name"]: param["elements"] for param in found["parameters"]}
     assert sum(sizes.values()) == found["trained_elements"] == 328
     covered: dict[str, set[int]] = {name: set() for name in sizes}
-    for piece in found["pieces"]:
-        elements = set(range(piece["start"], piece["stop"]))
-        assert not elements & covered[piece["parameter"]]
-        covered[piece["parameter"]] |= elements
-        owners = next(p["owners"] for p in found["parameters"] if p["name"] == piece["parameter"])
-        assert any(first <= piece["rank"] <= last for first, last in owners)
+    for shard in found["pieces"]:
+        elements = set(range(shard["start"], shard["stop"]))
+        assert not elements & covered[shard["parameter"]]
+        covered[shard["parameter"]] |= elements
+        owners = next(p["owners"] for p in found["parameters"] if p["name"] == shard["parameter"])
+        assert any(first <= shard["rank"] <= last for first, last in owners)
     assert {name: len(elements) for name, elements in covered.items()} == sizes
     assert sum((b - a + 1) * n["elements"] for n in found["ranks"] for a, b in [n["ranks"]]) == 328
 
@@ -336,14 +336,16 @@ def test_it_runs_as_a_module_and_survives_a_pipe_that_closes() -> None:
 
 def test_the_command_is_declared() -> None:
     declared = (ROOT / "pyproject.toml").read_text()
-    assert '[project.scripts]\nonecopy = "onecopy.cli:main"\n' in declared
+    assert '[project.scripts]\nonecopy = "onecopy.tools.cli:main"\n' in declared
 
 
 # ------------------------------------------------------------------ words and the log
 
 
 @pytest.mark.parametrize(
-    "module", [onecopy.words, onecopy.recipes, onecopy.cli.arguments], ids=lambda m: m.__name__
+    "module",
+    [onecopy.planning.text, onecopy.planning.traits, onecopy.tools.cli],
+    ids=lambda m: m.__name__,
 )
 def test_the_examples_in_docstrings(module: types.ModuleType) -> None:
     found = doctest.testmod(module)

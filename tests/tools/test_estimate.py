@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW
 
-import onecopy.estimating
+import onecopy.tools.estimate
 from onecopy import ZeroRedundancyOptimizer, estimate
-from onecopy.memory import MemoryReport
-from onecopy.peers import torchs_loads
-from onecopy.presets import PRESETS
-from onecopy.recipes import state_of_whole
+from onecopy.planning.sizes import MemoryReport
+from onecopy.planning.traits import state_of_whole
+from onecopy.tools.baselines import torch_loads
+from onecopy.tools.models import PRESETS
 
 GIGA = 10**9
 
@@ -148,7 +148,7 @@ def test_what_travels_is_what_was_foreseen(world: World, attached: bool) -> None
 
 
 def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(onecopy.estimating).failed == 0
+    assert doctest.testmod(onecopy.tools.estimate).failed == 0
 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 64])
@@ -212,7 +212,7 @@ def test_torchs_partition_is_that_of_torchs_class(name: str) -> None:
 
     shapes = PRESETS[name]()
     for world in (2, 8):
-        found = torchs_loads(estimate(shapes, SGD, world).subject, world)
+        found = torch_loads(estimate(shapes, SGD, world).subject, world)
         assert max(found) == balance.torchs_largest_shard(shapes, world)
 
 

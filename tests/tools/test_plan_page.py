@@ -15,14 +15,22 @@ import torch
 from pages import CHROMIUM, Nesting, in_a_browser, in_browser, tips, widths_on_a_phone
 from torch.optim import SGD, AdamW
 
-import onecopy.report.plan_map
+import onecopy.tools.pages.plan_page
 from onecopy import estimate
-from onecopy.presets import PRESETS
-from onecopy.report.charts import Bar, Column, Slice, column_chart, stacked_bars, strip
-from onecopy.report.page import html_table, page
-from onecopy.report.plan_page import plan_page
+from onecopy.tools.models import PRESETS
+from onecopy.tools.pages.charts import (
+    Bar,
+    Column,
+    Slice,
+    column_chart,
+    html_table,
+    page,
+    stacked_bars,
+    strip,
+)
+from onecopy.tools.pages.plan_page import plan_page
 
-REPORT = Path(onecopy.report.plan_map.__file__).parent
+REPORT = Path(onecopy.tools.pages.plan_page.__file__).parent
 
 
 @cache
@@ -43,10 +51,10 @@ def huge_page() -> str:
 
 def test_every_piece_of_a_small_plan_is_on_the_map() -> None:
     found = estimate(PRESETS["gpt2"](), AdamW, 8, bucket_mb=25)
-    pieces = [tip for tip in tips(gpt2_page()) if "bucket" in tip]
-    assert len(pieces) == sum(found.pieces) == 299
-    assert any(re.match(r"rank 3 · wte\.weight · elements [\d,]+ to [\d,]+ of", p) for p in pieces)
-    assert any(re.match(r"rank 7 · h\.0\.ln_1\.weight · all of it · 3\.07 kB", p) for p in pieces)
+    shards = [tip for tip in tips(gpt2_page()) if "bucket" in tip]
+    assert len(shards) == sum(found.shards) == 299
+    assert any(re.match(r"rank 3 · wte\.weight · elements [\d,]+ to [\d,]+ of", p) for p in shards)
+    assert any(re.match(r"rank 7 · h\.0\.ln_1\.weight · all of it · 3\.07 kB", p) for p in shards)
 
 
 def test_memory_balance_and_peers_are_on_it() -> None:
@@ -127,7 +135,7 @@ def test_tables_and_pages_escape_their_text() -> None:
 
 
 def test_layers_by_their_names() -> None:
-    assert doctest.testmod(onecopy.report.plan_map).failed == 0
+    assert doctest.testmod(onecopy.tools.pages.plan_page).failed == 0
 
 
 def luminance(colour: str) -> float:

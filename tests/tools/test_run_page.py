@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from pages import Nesting, in_a_browser, in_browser, tips, widths_on_a_phone
 
-from onecopy.cli import main
-from onecopy.memory import MemoryReport
-from onecopy.models import Failure
-from onecopy.recorded import Run, read_run
-from onecopy.report.lanes import Event, Lane, in_rows, lanes_chart, together
-from onecopy.report.run_page import run_page
+from onecopy.planning.sizes import MemoryReport
+from onecopy.tools.cli import main
+from onecopy.tools.models import Failure
+from onecopy.tools.pages.charts import Event, TimelineRow, in_rows, timeline_chart, together
+from onecopy.tools.pages.run_page import Run, read_run, run_page
 
 MS = 1000.0  # microseconds
 
@@ -285,8 +284,8 @@ def test_too_many_events_are_put_together() -> None:
 
 
 def test_lanes_are_drawn_to_scale() -> None:
-    lanes = [Lane("a", (Event(1, 2, 3, "x & y"),)), Lane("b", (), is_deep=True)]
-    html = lanes_chart("Label.", lanes, length=4, edges=[2], above="", detail="d")
+    lanes = [TimelineRow("a", (Event(1, 2, 3, "x & y"),)), TimelineRow("b", (), is_deep=True)]
+    html = timeline_chart("Label.", lanes, length=4, edges=[2], above="", detail="d")
     assert 'class="mark c3" x="250.00" y="1.00" width="250.00"' in html
     assert 'data-tip="x &amp; y"' in html
     assert '<line class="edge" x1="500.00"' in html

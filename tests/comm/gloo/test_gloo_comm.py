@@ -33,24 +33,22 @@ from test_reducer import Products
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.hosts
-import onecopy.neighbours
-import onecopy.transport
+import onecopy.comm.group
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.hosts import Hosts
-from onecopy.neighbours import Loan
-from onecopy.transport import Part, Transport
+from onecopy.comm.gloo.local_ranks import SharedRead
+from onecopy.comm.gloo.topology import Topology
+from onecopy.comm.group import Part, RankGroup
 
 LAYOUTS = {3: [(0, 0, 1), (0, 1, 1)], 4: [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 1)]}
 EVERY_LAYOUT = pytest.mark.parametrize("number", range(4))
 
 
-def pretend_layout(world: World, number: int) -> Hosts:
+def pretend_layout(world: World, number: int) -> Topology:
     """The layout of that number for so many ranks; all parts are lent."""
     layout = LAYOUTS[world.size][number % len(LAYOUTS[world.size])]
     pretend_hosts(world, *layout)
     share_memory_from(1)
-    return Hosts.by_name(layout)
+    return Topology.by_name(layout)
 
 
 # ------------------------------------------------------------------ who is where
@@ -60,9 +58,9 @@ def pretend_layout(world: World, number: int) -> Hosts:
 @EVERY_LAYOUT
 def test_all_ranks_know_who_shares_a_host(world: World, number: int) -> None:
     expected = pretend_layout(world, number)
-    transport = Transport()
-    assert transport.hosts == expected
-    assert set(transport.neighbours.pids) == set(expected.others_on_host_of(world.rank))
+    rank_group = RankGroup()
+    assert rank_group.hosts == expected
+    assert set(rank_group.local_ranks.pids) == set(expected.others_on_host_of(world.rank))
 
 
 @distributed(4)
@@ -71,9 +69,9 @@ def test_a_host_on_which_memory_cannot_be_read_is_known_to_be_so_on_all_ranks(wo
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 3:
             patch.setattr(*CAN_READ, lambda *_: False)
-        transport = Transport()
-    assert transport.hosts == Hosts(((0, 1), (2,), (3,)))
-    assert bool(transport.neighbours) == (world.rank < 2)
+        rank_group = RankGroup()
+    assert rank_group.hosts == Topology(((0, 1), (2,), (3,)))
+    assert bool(rank_group.local_ranks) == (world.rank < 2)
 
 
 # ------------------------------------------------------------------ training
@@ -97,18 +95,18 @@ def test_what_passes_between_hosts_is_what_everybody_would_have_sent(
 @pytest.mark.also_c10d
 @distributed(3, 4)
 @EVERY_LAYOUT
-@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize("hooks", FEEDS)
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_training_on_several_hosts_is_that_of_ddp(
-    world: World, number: int, feed: str, lazy: bool
+    world: World, number: int, hooks: str, lazy: bool
 ) -> None:
     hosts = pretend_layout(world, number)
-    twins = AttachedTwins(world, Mlp(), AdamW, feed, attach={"lazy_gather": lazy}, lr=0.1)
+    twins = AttachedTwins(world, Mlp(), AdamW, hooks, attach={"lazy_gather": lazy}, lr=0.1)
     if is_native():  # whatever the hosts are
-        hosts = Hosts.apart(world.size)
+        hosts = Topology.apart(world.size)
     assert transport_of(twins.optimizer).hosts == hosts
     lanes = lanes_of(twins.optimizer)
-    is_porter = len(hosts.host_of(world.rank)) > 1 and bool(hosts.carried_by(world.rank))
+    is_porter = len(hosts.host_of(world.rank)) > 1 and bool(hosts.relayed_by(world.rank))
     assert any(lane.passage.carried for lane in lanes) == is_porter
     twins.train(4)
 
@@ -186,14 +184,14 @@ def test_contributions_of_16_bits_are_summed_in_float32_wherever_the_ranks_are(
     plan, expected = plan_of(optimizer), torch.empty(5 * 67)
     column = torch.arange(5 * 67) % 67
     for owner in range(world.size):
-        for piece in plan.pieces(owner):
+        for shard in plan.shards(owner):
             messages = {rank: [rank] for rank in hosts.host_of(owner)}
-            messages |= {rank: hosts.host_of(rank) for rank in hosts.porters_of(owner)}
-            total = torch.zeros(piece.numel)
+            messages |= {rank: hosts.host_of(rank) for rank in hosts.relays_of(owner)}
+            total = torch.zeros(shard.numel)
             for rank in sorted(messages):
-                sums = [shares[each][column[piece.start : piece.stop]] for each in messages[rank]]
+                sums = [shares[each][column[shard.start : shard.stop]] for each in messages[rank]]
                 total = total + sum(sums[1:], sums[0])
-            expected[piece.start : piece.stop] = total
+            expected[shard.start : shard.stop] = total
     assert torch.equal(found.flatten(), expected)
 
 
@@ -338,16 +336,16 @@ def test_memory_of_a_porter_is_not_filled_again_before_all_have_read_it(world: W
     lend_nothing()
     expected = trained(world, True, False, False)
     share_memory_from(1)
-    read = Loan.tensor
+    read = SharedRead.tensor
 
-    def slowly(self: Loan, dtype: torch.dtype) -> torch.Tensor:
+    def slowly(self: SharedRead, dtype: torch.dtype) -> torch.Tensor:
         time.sleep(0.003)
         return read(self, dtype)
 
     for slow in range(4):
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == slow:
-                patch.setattr(Loan, "tensor", slowly)
+                patch.setattr(SharedRead, "tensor", slowly)
             found = trained(world, True, False, False)
         assert all(map(torch.equal, found, expected))
 
@@ -363,11 +361,11 @@ def test_nothing_stays_open_and_no_thread_stays_when_optimizers_are_gone(world: 
         dist.barrier()
 
     once()
-    Transport().neighbours.forget()
+    RankGroup().local_ranks.forget()
     before = open_files(), mappings()
     for _ in range(3):
         once()
-    Transport().neighbours.forget()
+    RankGroup().local_ranks.forget()
     assert (open_files(), mappings()) == before
     until = time.monotonic() + 10
     while threading.active_count() > 4 and time.monotonic() < until:
@@ -412,16 +410,16 @@ def test_a_porter_that_is_lost_is_named_on_all_hosts(world: World, lost: int, la
 def test_neighbours_of_a_porter_are_told_that_nothing_will_come(world: World) -> None:
     """Long before the timeout, and though the porter, which has noticed, does not end."""
     pretend_layout(world, 0)
-    transport = Transport()
+    rank_group = RankGroup()
     dist.barrier()
     if world.rank == 2:
         os._exit(0)
     start = time.monotonic()
     if world.rank == 0:
-        memory = transport.memory_to_lend(100)
-        pending = transport.carry([Part(2, memory.data)], memory, memory.data)
+        memory = rank_group.memory_to_lend(100)
+        pending = rank_group.carry([Part(2, memory.data)], memory, memory.data)
     else:
-        _, pending = transport.borrow([0] if world.rank == 1 else [], transport.carried_tag)
+        _, pending = rank_group.borrow([0] if world.rank == 1 else [], rank_group.carried_tag)
     if world.rank < 2:
         with pytest.raises(RuntimeError, match="a collective failed"):
             pending.wait()
@@ -493,7 +491,7 @@ import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 from inside import transport_of
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.transfers import Transfer
+from onecopy.sharding.all_gather import Transfer
 
 rank, port = map(int, sys.argv[1:])
 torch.set_num_threads(1)
@@ -522,10 +520,10 @@ def test_a_rank_that_ends_after_its_first_step_leaves_its_memory_to_a_slow_one(
 def test_a_lender_that_is_killed_before_its_memory_was_mapped_is_noticed_at_once(
     world: World,
 ) -> None:
-    transport = onecopy.transport.Transport()
-    loans, pending = transport.borrow(transport.others, 0)
-    memory = transport.memory_to_lend(100)
-    transport.lend(memory, dict.fromkeys(transport.others, memory.data), 0)
+    rank_group = onecopy.comm.group.RankGroup()
+    shared_reads, pending = rank_group.borrow(rank_group.others, 0)
+    memory = rank_group.memory_to_lend(100)
+    rank_group.lend(memory, dict.fromkeys(rank_group.others, memory.data), 0)
     dist.barrier()
     if world.rank == 1:
         os._exit(0)  # as killed: nothing is cleaned up
@@ -534,13 +532,13 @@ def test_a_lender_that_is_killed_before_its_memory_was_mapped_is_noticed_at_once
     with pytest.raises(RuntimeError, match="a collective failed"):
         pending.wait()
     assert time.monotonic() - start < 20
-    del loans
+    del shared_reads
 
 
 @distributed(2, fresh=True, pg_timeout=40)
 def test_a_lender_that_is_killed_before_it_has_lent_is_noticed_at_once(world: World) -> None:
-    transport = onecopy.transport.Transport()
-    _, pending = transport.borrow(transport.others, 0)
+    rank_group = onecopy.comm.group.RankGroup()
+    _, pending = rank_group.borrow(rank_group.others, 0)
     dist.barrier()
     if world.rank == 1:
         os._exit(0)  # as killed: nothing is cleaned up
@@ -553,18 +551,18 @@ def test_a_lender_that_is_killed_before_it_has_lent_is_noticed_at_once(world: Wo
 @distributed(2)
 def test_what_was_mapped_can_be_read_when_its_lender_is_gone(world: World) -> None:
     """As long as it was mapped; and giving it back twice is giving it back once."""
-    transport = onecopy.transport.Transport()
-    memory = transport.memory_to_lend(8)
+    rank_group = onecopy.comm.group.RankGroup()
+    memory = rank_group.memory_to_lend(8)
     memory.data.fill_(7 + world.rank)
     for _ in range(2):
-        (loan,), pending = transport.borrow(transport.others, 0)
-        transport.wait_until_read(memory)
-        transport.lend(memory, dict.fromkeys(transport.others, memory.data), 0)
+        (shared_read,), pending = rank_group.borrow(rank_group.others, 0)
+        rank_group.wait_until_read(memory)
+        rank_group.lend(memory, dict.fromkeys(rank_group.others, memory.data), 0)
         pending.wait()
-        assert loan.tensor(torch.uint8).tolist() == [8 - world.rank] * 8
-        loan.give_back()
-        loan.give_back()
-    transport.wait_until_read(memory)
+        assert shared_read.tensor(torch.uint8).tolist() == [8 - world.rank] * 8
+        shared_read.give_back()
+        shared_read.give_back()
+    rank_group.wait_until_read(memory)
     assert not was_read(memory)
 
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.lending import Address, Borrowed, Inbox, SharedMemory, memory_of
-from onecopy.neighbours import Loan
-from onecopy.transport import Transport
+from onecopy.comm.gloo.local_ranks import SharedRead
+from onecopy.comm.gloo.shared_memory import Address, Inbox, MappedMemory, SharedMemory, memory_of
+from onecopy.comm.group import RankGroup
 
 BUCKET_MB = 128 / 2**20
 
@@ -49,8 +49,8 @@ def found(inbox: Inbox, letter: tuple[int, int], seconds: float = 0) -> Address 
 @distributed(1, 2, 3, 4)
 def test_ranks_of_one_host_are_neighbours(world: World) -> None:
     pretend_hosts(world)
-    transport = Transport()
-    assert set(transport.neighbours.pids) == set(range(world.size)) - {world.rank}
+    rank_group = RankGroup()
+    assert set(rank_group.local_ranks.pids) == set(range(world.size)) - {world.rank}
 
 
 @distributed(2, 3)
@@ -58,9 +58,9 @@ def test_the_switch_on_one_rank_concerns_that_rank(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
             patch.setenv("ONECOPY_SHARED_MEMORY", "0")
-        neighbours = set(Transport().neighbours.pids)
+        local_ranks = set(RankGroup().local_ranks.pids)
     expected = set() if world.rank == 0 else set(range(1, world.size)) - {world.rank}
-    assert neighbours == expected
+    assert local_ranks == expected
 
 
 @distributed(2, 3)
@@ -68,7 +68,7 @@ def test_one_rank_that_cannot_read_the_others_makes_all_send(world: World) -> No
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == world.size - 1:
             patch.setattr(*CAN_READ, lambda *_: False)
-        assert not Transport().neighbours
+        assert not RankGroup().local_ranks
 
 
 @distributed(2)
@@ -153,7 +153,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
 ) -> None:
     """A rank reads late, in every bucket: nobody may overwrite what it has not read, not even
     with a bucket that is itself too small to be lent."""
-    read = Loan.tensor
+    read = SharedRead.tensor
 
     def slowly(self: Any, dtype: torch.dtype) -> torch.Tensor:
         time.sleep(0.005)
@@ -165,7 +165,7 @@ def test_memory_is_not_filled_again_before_a_slow_neighbour_has_read_it(
     share_memory_from(1 if all_are_lent else 128 // world.size)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == slow:
-            patch.setattr(Loan, "tensor", slowly)
+            patch.setattr(SharedRead, "tensor", slowly)
         found = trained(world, True, False, False, all_are_lent)
     assert all(map(torch.equal, found, expected))
 
@@ -178,11 +178,11 @@ def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> 
         dist.barrier()
 
     once()
-    Transport().neighbours.forget()  # all have read by now
+    RankGroup().local_ranks.forget()  # all have read by now
     before = open_files(), mappings()
     for _ in range(5):
         once()
-    Transport().neighbours.forget()
+    RankGroup().local_ranks.forget()
     assert (open_files(), mappings()) == before
 
 
@@ -190,25 +190,25 @@ def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> 
 def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
     world: World,
 ) -> None:
-    transport = Transport()
-    memory = transport.memory_to_lend(8)
-    loans = []
+    rank_group = RankGroup()
+    memory = rank_group.memory_to_lend(8)
+    shared_reads = []
     for _ in range(1500):
-        lent, pending = transport.borrow(transport.others, 5)
-        loans.append((lent, pending))
-        transport.lend(memory, dict.fromkeys(transport.others, memory.data), 5)
-    for lent, pending in loans:
+        lent, pending = rank_group.borrow(rank_group.others, 5)
+        shared_reads.append((lent, pending))
+        rank_group.lend(memory, dict.fromkeys(rank_group.others, memory.data), 5)
+    for lent, pending in shared_reads:
         pending.wait()
-        for loan in lent:
-            loan.give_back()
-    transport.wait_until_read(memory)
+        for shared_read in lent:
+            shared_read.give_back()
+    rank_group.wait_until_read(memory)
     assert memory.unread() == []
 
 
 def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
     memory = SharedMemory(100, world_size=2)
     memory.lend([1])
-    reader = Borrowed(memory_of(os.getpid(), memory.fd), world_size=2)
+    reader = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=2)
     thread = threading.Timer(0.2, reader.give_back, (1, 1))
     thread.start()
     start = time.monotonic()
@@ -249,35 +249,35 @@ def test_memory_is_shared_by_a_step_in_inference_mode(world: World) -> None:
 
 @distributed(2, 3, fresh=True, pg_timeout=30)
 def test_a_neighbour_that_is_killed_before_it_has_read_is_noticed_at_once(world: World) -> None:
-    transport = Transport()
-    memory = transport.memory_to_lend(100)
+    rank_group = RankGroup()
+    memory = rank_group.memory_to_lend(100)
     dist.barrier()
     if world.rank == 1:
         os._exit(0)
-    transport.lend(memory, {1: memory.data}, 0)
+    rank_group.lend(memory, {1: memory.data}, 0)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="a collective failed"):
-        transport.wait_until_read(memory)
+        rank_group.wait_until_read(memory)
     assert time.monotonic() - start < 20
 
 
 @distributed(2, fresh=True, pg_timeout=2)
 def test_a_neighbour_that_never_reads_ends_in_the_timeout(world: World) -> None:
-    transport = Transport()
-    memory = transport.memory_to_lend(100)
+    rank_group = RankGroup()
+    memory = rank_group.memory_to_lend(100)
     if world.rank == 0:
-        transport.lend(memory, {1: memory.data}, 0)
+        rank_group.lend(memory, {1: memory.data}, 0)
         with pytest.raises(RuntimeError, match="a collective failed"):
-            transport.wait_until_read(memory)
+            rank_group.wait_until_read(memory)
 
 
 @distributed(2, fresh=True)
 def test_waiting_for_readers_can_be_interrupted(world: World) -> None:
-    transport = Transport()
-    memory = transport.memory_to_lend(100)
+    rank_group = RankGroup()
+    memory = rank_group.memory_to_lend(100)
     if world.rank == 0:
-        transport.lend(memory, {1: memory.data}, 0)
+        rank_group.lend(memory, {1: memory.data}, 0)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            transport.wait_until_read(memory)
+            rank_group.wait_until_read(memory)

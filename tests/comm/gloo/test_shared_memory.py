@@ -11,8 +11,16 @@ import pytest
 import torch
 from test_local_ranks import mappings, open_files
 
-from onecopy.lending import Address, Borrowed, Desk, Inbox, Outbox, SharedMemory, memory_of
-from onecopy.semaphores import Semaphore
+from onecopy.comm.gloo.shared_memory import (
+    Address,
+    Desk,
+    Inbox,
+    MappedMemory,
+    Outbox,
+    Semaphore,
+    SharedMemory,
+    memory_of,
+)
 
 # ------------------------------------------------------------------ memory, without processes
 
@@ -50,7 +58,7 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
     assert memory.unread() == [1, 3]
     assert not memory.wait_until_read(0)
     ticket = memory.address(memory.data).ticket
-    other = Borrowed(memory_of(os.getpid(), memory.fd), world_size=4)
+    other = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=4)
     other.give_back(3, ticket)
     assert memory.unread() == memory.unmapped() == [1]
     assert not memory.wait_until_read(0)
@@ -65,7 +73,7 @@ def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
 def test_memory_of_inference_mode_is_written_to_outside_of_it() -> None:
     with torch.inference_mode():
         memory = SharedMemory(100, world_size=2)
-        borrowed = Borrowed(memory_of(os.getpid(), memory.fd), 2)
+        borrowed = MappedMemory(memory_of(os.getpid(), memory.fd), 2)
     memory.data.fill_(1)
     borrowed.data.add_(1)
     memory.lend([1])

@@ -11,60 +11,61 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import onecopy.hosts
-import onecopy.neighbours
-from onecopy.hosts import Hosts, Passage
-from onecopy.lanes import Lane
-from onecopy.plan import ParamSpec, make_plan
+import onecopy.comm.gloo.topology
+from onecopy.comm.gloo.topology import ReduceRoutes, Topology
+from onecopy.gradients.reducer import GradBucket
+from onecopy.planning.plan import ParamSpec, make_plan
 
 # ------------------------------------------------------------------ who carries what, pure
 
 
 anything = settings(deadline=None)  # a busy machine is no fault of a test
-LAYOUTS_OF_ANY = st.lists(st.integers(0, 4), min_size=1, max_size=12).map(Hosts.by_name)
+LAYOUTS_OF_ANY = st.lists(st.integers(0, 4), min_size=1, max_size=12).map(Topology.by_name)
 
 
 def test_examples() -> None:
-    assert doctest.testmod(onecopy.hosts).failed == 0
+    assert doctest.testmod(onecopy.comm.gloo.topology).failed == 0
 
 
 @pytest.mark.parametrize("ranks", [((0, 2), (1, 4)), ((1,), (0,)), ((1, 0),), ((0,), (0,)), ((),)])
 def test_hosts_that_leave_a_rank_out_or_have_no_order_cannot_be(ranks: Any) -> None:
     with pytest.raises(ValueError, match="expected every rank once, in order"):
-        Hosts(ranks)
+        Topology(ranks)
 
 
 def test_ranks_are_apart_or_together() -> None:
-    assert Hosts.apart(3) == Hosts.by_name("abc") == Hosts(((0,), (1,), (2,)))
-    assert Hosts.together(3) == Hosts.by_name("aaa") == Hosts(((0, 1, 2),))
-    assert Hosts.apart(0).world_size == 0
+    assert Topology.apart(3) == Topology.by_name("abc") == Topology(((0,), (1,), (2,)))
+    assert Topology.together(3) == Topology.by_name("aaa") == Topology(((0, 1, 2),))
+    assert Topology.apart(0).world_size == 0
 
 
 @given(LAYOUTS_OF_ANY)
 @anything
-def test_an_owner_has_one_porter_on_every_other_host_and_they_share_the_work(hosts: Hosts) -> None:
+def test_an_owner_has_one_porter_on_every_other_host_and_they_share_the_work(
+    hosts: Topology,
+) -> None:
     for owner in range(hosts.world_size):
-        porters = hosts.porters_of(owner)
+        relays = hosts.relays_of(owner)
         place = hosts.ranks.index(hosts.host_of(owner))
         after = hosts.ranks[place + 1 :] + hosts.ranks[:place]
-        assert tuple(hosts.host_of(porter) for porter in porters) == after
-        assert all(owner in hosts.carried_by(porter) for porter in porters)
+        assert tuple(hosts.host_of(relay) for relay in relays) == after
+        assert all(owner in hosts.relayed_by(relay) for relay in relays)
     for host in hosts.ranks:
         for other in hosts.ranks:
             if other is not host:
-                counts = [len({*hosts.carried_by(rank)} & {*other}) for rank in host]
+                counts = [len({*hosts.relayed_by(rank)} & {*other}) for rank in host]
                 assert sum(counts) == len(other)
                 assert max(counts) - min(counts) <= 1
 
 
 @given(LAYOUTS_OF_ANY, st.data())
 @anything
-def test_every_contribution_reaches_its_owner_once(hosts: Hosts, data: st.DataObject) -> None:
+def test_every_contribution_reaches_its_owner_once(hosts: Topology, data: st.DataObject) -> None:
     everybody = range(hosts.world_size)
     fate = [data.draw(st.sampled_from(["lent", "sent", "owns nothing"])) for _ in everybody]
     lent = {rank for rank in everybody if fate[rank] == "lent"}
     sent = {rank for rank in everybody if fate[rank] == "sent"}
-    passages = [Passage.of(rank, hosts, lent, sent) for rank in everybody]
+    passages = [ReduceRoutes.of(rank, hosts, lent, sent) for rank in everybody]
     for owner, passage in enumerate(passages):
         counted: Counter[int] = Counter()
         for each in passage.contributors:
@@ -102,7 +103,7 @@ def test_the_sum_of_a_host_is_rounded_to_the_slot_and_never_wider_than_two_contr
     sizes: list[int], on_wire: str, in_slot: str
 ) -> None:
     """``sizes`` of hosts; the first one adds up for the first rank of the second."""
-    hosts = Hosts.by_name([host for host, size in enumerate(sizes) for _ in range(size)])
+    hosts = Topology.by_name([host for host, size in enumerate(sizes) for _ in range(size)])
     wire, slot = DTYPES[on_wire], DTYPES[in_slot]
     owner, mine = hosts.ranks[1][0], hosts.ranks[0]
     torch.manual_seed(len(mine))
@@ -110,10 +111,10 @@ def test_the_sum_of_a_host_is_rounded_to_the_slot_and_never_wider_than_two_contr
     ranges = tuple(plan.range_of(0, rank) for rank in range(hosts.world_size))
     staging = [torch.randn(1000).to(wire) for _ in mine]
     start, stop = ranges[owner]
-    me = hosts.porter(owner, mine)
-    passage = Passage.of(me, hosts, set(range(hosts.world_size)), set())
+    me = hosts.relay(owner, mine)
+    passage = ReduceRoutes.of(me, hosts, set(range(hosts.world_size)), set())
     empty = torch.empty(0, dtype=wire)
-    lane = Lane(
+    lane = GradBucket(
         bucket=0,
         numel=1000,
         params=frozenset({0}),

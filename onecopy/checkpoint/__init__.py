@@ -1,0 +1,4 @@
+"""The optimizer state in checkpoints: one full dict, DCP, or the directory that ``save`` writes.
+
+Read in this order: state, full_state, dcp, safe_pickle, metadata, files, save, load.
+"""

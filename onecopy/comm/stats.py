@@ -1,0 +1,524 @@
+"""Bytes and time of every phase of every bucket: counted always, traced with ``ONECOPY_TRACE``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from onecopy.torch_private import is_profiling
+
+_MB = 10**6
+
+
+class Phase(Enum):
+    """What is done with a bucket; how it is called in a trace."""
+
+    REDUCE = "reduce"  # gradients to their owners
+    STEP = "step"  # this rank's part is updated
+    GATHER = "gather"  # updated parameters to everybody
+
+
+def named(phase: Phase, bucket: int) -> torch.profiler.record_function:
+    """A range in a profiler's trace."""
+    return torch.profiler.record_function(f"onecopy::{phase.value} {bucket}")
+
+
+def named_wait(phase: Phase, bucket: int) -> torch.profiler.record_function:
+    return torch.profiler.record_function(f"onecopy::wait for {phase.value} {bucket}")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has put on the wire."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
+        """What is empty is not sent."""
+        if not tensor.numel():
+            return
+        self.messages += copies
+        self.bytes += copies * tensor.numel() * tensor.element_size()
+
+
+@dataclass(slots=True)
+class Account:
+    """One phase of one bucket, summed over all that happened so far."""
+
+    phase: Phase
+    bucket: int
+    times: int = 0
+    sent: Traffic = field(default_factory=Traffic)
+    launching: float = 0.0  # seconds: packing included
+    waiting: float = 0.0  # unpacking included
+    under_way: float = 0.0  # from launch until somebody had waited
+    launched_at: float = 0.0  # the last time
+
+    @property
+    def exposed(self) -> float:
+        return self.launching + self.waiting
+
+
+class Counters:
+    """All accounts of a rank."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._accounts: dict[tuple[Phase, int], Account] = {}
+
+    @property
+    def accounts(self) -> list[Account]:
+        return list(self._accounts.values())
+
+    @contextlib.contextmanager
+    def launching(self, phase: Phase, bucket: int) -> Iterator[None]:
+        account = self._account(phase, bucket)
+        messages, sent = self._traffic.messages, self._traffic.bytes
+        start = time.perf_counter()
+        with named(phase, bucket):
+            yield
+        account.launched_at = time.perf_counter()
+        account.launching += account.launched_at - start
+        account.times += 1
+        account.sent.messages += self._traffic.messages - messages
+        account.sent.bytes += self._traffic.bytes - sent
+
+    @contextlib.contextmanager
+    def waiting(self, phase: Phase, bucket: int) -> Iterator[None]:
+        account = self._account(phase, bucket)
+        start = time.perf_counter()
+        with named_wait(phase, bucket):
+            yield
+        end = time.perf_counter()
+        account.waiting += end - start
+        account.under_way += end - account.launched_at
+
+    def _account(self, phase: Phase, bucket: int) -> Account:
+        key = phase, bucket
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = Account(phase, bucket)
+        return account
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStats:
+    """One phase of one bucket on this rank, summed over all steps."""
+
+    phase: str  # "reduce" or "gather"
+    bucket: int
+    times: int
+    messages: int
+    bytes: int  # sent
+    exposed: float  # seconds that training stood still for it
+    hidden: float  # seconds, at most, that it was under way while training went on
+
+
+@dataclass(frozen=True, slots=True)
+class CommStats:
+    """What this rank has sent and waited for since the optimizer was built.
+
+    ``print(stats)`` shows a table, ``as_dict()`` is for loggers.
+    """
+
+    steps: int
+    messages: int  # all of them, small ones and state dicts included
+    bytes: int
+    buckets: tuple[BucketStats, ...]
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat, for TensorBoard and the like: ``{"bytes": ..., "gather/exposed": ...}``."""
+        found: dict[str, float] = {
+            "steps": self.steps,
+            "messages": self.messages,
+            "bytes": self.bytes,
+        }
+        for phase in dict.fromkeys(each.phase for each in self.buckets):
+            of_phase = [each for each in self.buckets if each.phase == phase]
+            for name in ("times", "messages", "bytes", "exposed", "hidden"):
+                found[f"{phase}/{name}"] = sum(getattr(each, name) for each in of_phase)
+        return found
+
+    def __str__(self) -> str:
+        head = f"{'':14}{'times':>7}{'messages':>10}{'MB sent':>10}{'exposed':>11}{'hidden':>11}"
+        lines = [
+            f"{f'{each.phase} {each.bucket}':14}{each.times:7}{each.messages:10}"
+            f"{each.bytes / _MB:10.2f}{each.exposed * 1e3:8.1f} ms{each.hidden * 1e3:8.1f} ms"
+            for each in self.buckets
+        ]
+        steps = f"{self.steps} steps"
+        total = f"{steps:21}{self.messages:10}{self.bytes / _MB:10.2f}"
+        return "\n".join([head, *lines, total])
+
+
+def comm_stats(counters: Counters, traffic: Traffic, steps: int) -> CommStats:
+    buckets = tuple(
+        BucketStats(
+            account.phase.value,
+            account.bucket,
+            account.times,
+            account.sent.messages,
+            account.sent.bytes,
+            account.exposed,
+            max(0.0, account.under_way - account.waiting),
+        )
+        for account in sorted(counters.accounts, key=lambda a: (a.phase.value, a.bucket))
+    )
+    return CommStats(steps, traffic.messages, traffic.bytes, buckets)
+
+
+_NAME = re.compile(r"onecopy::(wait for )?(reduce|step|gather) (\d+)")
+_STEP = re.compile(r"onecopy::optimizer step (\d+)")
+# A profiler shows a range again on the row of the stream that its kernels ran on.
+_REPEATED = "gpu_user_annotation"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time on one rank, in microseconds of its trace."""
+
+    phase: str  # "reduce", "step" or "gather"
+    bucket: int
+    start: float
+    stop: float
+    is_wait: bool = False
+
+    @property
+    def length(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call of ``optimizer.step()``; ``began`` is when the one before it had returned."""
+
+    number: int
+    began: float
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A bucket on its way: launched, then under way, then waited for."""
+
+    launch: Span
+    wait: Span
+
+    @property
+    def name(self) -> str:
+        return f"{self.launch.phase} {self.launch.bucket}"
+
+    @property
+    def exposed(self) -> float:
+        """Microseconds that this rank spent on it."""
+        return self.launch.length + self.wait.length
+
+    @property
+    def hidden(self) -> float:
+        """Microseconds, at most, that it was under way while this rank did something else."""
+        return max(0.0, self.wait.start - self.launch.stop)
+
+
+_LONGER_THAN_EVER = 1e21  # in any unit: sums of much larger numbers would be infinite
+
+
+def measured(value: Any) -> float:
+    """A time in a trace. ValueError if no clock can have shown it."""
+    number = float(value)
+    if not abs(number) < _LONGER_THAN_EVER:
+        raise ValueError(f"{value} is no time")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds in which this rank was occupied by transfers, and in which some were under way
+    while it did something else. However many are, a moment counts once."""
+
+    exposed: float
+    hidden: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What one rank did."""
+
+    spans: tuple[Span, ...]  # by their start
+    steps: tuple[Step, ...]  # by their number
+    start: float = 0.0  # of the trace
+    stop: float = 0.0
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
+        spans, steps = [], {}
+        first, last = float("inf"), float("-inf")
+        for event in events:
+            if event.get("ph") != "X" or event.get("cat") == _REPEATED:
+                continue
+            name, start = str(event.get("name")), measured(event["ts"])
+            stop = start + measured(event.get("dur", 0))
+            first, last = min(first, start), max(last, stop)
+            if match := _NAME.fullmatch(name):
+                wait, phase, bucket = match.groups()
+                spans.append(Span(phase, int(bucket), start, stop, is_wait=wait is not None))
+            elif match := _STEP.fullmatch(name):
+                steps[int(match[1])] = (start, stop)
+        if first > last:
+            first = last = 0.0
+        ordered = tuple(sorted(spans, key=lambda span: (span.start, span.stop)))
+        return cls(ordered, _steps(steps, first), first, last)
+
+    def of_steps(self) -> Timeline:
+        """Without what came after the last step: half a backward, or the waits that end a trace."""
+        if not self.steps:
+            return self
+        stop = self.steps[-1].stop
+        spans = tuple(span for span in self.spans if span.start < stop)
+        return Timeline(spans, self.steps, self.start, stop)
+
+    def transfers(self) -> list[Transfer]:
+        """Launches with the waits that follow them. What was launched before the trace began, or
+        waited for after its end, is left out."""
+        found, launched = [], {}
+        for span in self.spans:
+            key = span.phase, span.bucket
+            if span.phase == "step":
+                continue
+            if not span.is_wait:
+                launched[key] = span
+            elif key in launched:
+                found.append(Transfer(launched.pop(key), span))
+        return found
+
+    def costs(self) -> dict[tuple[str, int | None], Cost]:
+        """By phase ("reduce" or "gather") and bucket, and by phase and None for all its buckets.
+
+        Launches and waits are exposed also where the other half is outside of the trace.
+        """
+        busy = union((span.start, span.stop) for span in self.spans if span.phase != "step")
+        mine: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
+        flying: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
+        for span in self.spans:
+            if span.phase != "step":
+                for bucket in (span.bucket, None):
+                    mine.setdefault((span.phase, bucket), []).append((span.start, span.stop))
+        for each in self.transfers():
+            for bucket in (each.launch.bucket, None):
+                if each.hidden:
+                    interval = each.launch.stop, each.wait.start
+                    flying.setdefault((each.launch.phase, bucket), []).append(interval)
+        found = {}
+        for key, intervals in mine.items():
+            away = union(flying.get(key, ()))
+            found[key] = Cost(length(union(intervals)), length(away) - length(overlap(away, busy)))
+        return found
+
+
+Intervals = Sequence[tuple[float, float]]
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments, in intervals that are in order and apart.
+
+    >>> union([(4, 6), (1, 2), (5, 9)])
+    [(1, 2), (4, 9)]
+    """
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def overlap(some: Intervals, others: Intervals) -> list[tuple[float, float]]:
+    """The moments in both, which are unions.
+
+    >>> overlap([(1, 5), (7, 9)], [(2, 3), (4, 8)])
+    [(2, 3), (4, 5), (7, 8)]
+    """
+    found: list[tuple[float, float]] = []
+    i = 0
+    # What ends before the first of them begins need not be looked at.
+    j = bisect_right(others, some[0][0], key=lambda interval: interval[1]) if some else 0
+    while i < len(some) and j < len(others):
+        start, stop = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Intervals) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _steps(found: Mapping[int, tuple[float, float]], began: float) -> tuple[Step, ...]:
+    steps = []
+    for number, (start, stop) in sorted(found.items()):
+        steps.append(Step(number, began, start, stop))
+        began = stop
+    return tuple(steps)
+
+
+def transfer_events(transfers: Sequence[Transfer], pid: int) -> list[dict[str, Any]]:
+    """Transfers as events of a Chrome trace, on rows of their own: what was under way, when."""
+    found = []
+    for number, transfer in enumerate(transfers):
+        common = {
+            "cat": "onecopy",
+            "name": f"{transfer.name} under way",
+            "id": f"onecopy-{number}",
+            "pid": pid,
+            "tid": pid,
+        }
+        found.append({"ph": "b", "ts": transfer.launch.start, **common})
+        found.append({"ph": "e", "ts": transfer.wait.stop, **common})
+    return found
+
+
+logger = logging.getLogger("onecopy")
+
+DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
+_DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
+METADATA = "onecopy"
+
+
+class Traced(NamedTuple):
+    """What a trace needs of the optimizer."""
+
+    wait: Callable[[], None]  # until nothing is under way
+    facts: Callable[[], Mapping[str, Any]]  # what else to write into the trace, plain values
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the environment asks for."""
+
+    directory: Path
+    first: int
+    last: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Order | None:
+        directory = environment.get(DIRECTORY)
+        if not directory:
+            if STEPS in environment:
+                raise ValueError(f"{STEPS} has no effect without {DIRECTORY}=directory")
+            return None
+        steps = environment.get(STEPS, _DEFAULT_STEPS)
+        match = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", steps)
+        if match is None or int(match[1]) > int(match[2]):
+            raise ValueError(
+                f"{STEPS}={steps}: expected the first and the last step to trace, counted from 1, "
+                f'as in "{_DEFAULT_STEPS}"'
+            )
+        return cls(Path(directory).absolute(), int(match[1]), int(match[2]))
+
+    def make_directory(self) -> None:
+        """Early: a run should not learn that it cannot write when it has something to write."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{DIRECTORY}={self.directory}: traces cannot be written there: {error.strerror}"
+            ) from error
+
+    def file(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.json"
+
+
+# What this process has begun to trace. The next optimizer must not write over it.
+_begun: set[Path] = set()
+
+
+class Tracer:
+    """Starts the profiler when the time has come, and writes the file in the end."""
+
+    def __init__(self, order: Order, rank: int, traced: Traced) -> None:
+        self._order, self._rank, self._traced = order, rank, traced
+        self._profiler: torch.profiler.profile | None = None
+        if order.first == 1:
+            self._start()
+
+    @classmethod
+    def of(cls, order: Order | None, rank: int, traced: Traced) -> Tracer | None:
+        """None, if nothing is asked for, or if another optimizer of this process is traced to the
+        same file."""
+        if order is None:
+            return None
+        file = order.file(rank)
+        if file in _begun:
+            logger.warning("%s: another optimizer of this process is traced already", DIRECTORY)
+            return None
+        _begun.add(file)
+        return cls(order, rank, traced)
+
+    def step_finished(self, number: int) -> None:
+        if number == self._order.first - 1:
+            self._start()
+        elif number == self._order.last:
+            self.finish()
+
+    def _start(self) -> None:
+        if is_profiling():
+            logger.warning("%s has no effect: a profiler is running already", DIRECTORY)
+            return
+        activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+        atexit.register(self.finish)  # if training ends before the last step that was asked for
+
+    def finish(self) -> None:
+        """Write what there is; once. Training goes on, whatever becomes of the file."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        atexit.unregister(self.finish)
+        # Why: torch's record of a transfer ends with it, and one that ends after the profiler has
+        # stopped writes into memory that is gone.
+        with contextlib.suppress(RuntimeError):  # the process group may be gone, at exit
+            self._traced.wait()
+        facts = {"rank": self._rank, **self._traced.facts()}
+        profiler.add_metadata_json(METADATA, json.dumps(facts))
+        profiler.stop()
+        file = self._order.file(self._rank)
+        try:
+            _write(profiler, file)
+        except (OSError, RuntimeError) as error:
+            logger.warning("the trace %s could not be written: %s", file, error)
+        else:
+            logger.info("trace of rank %d written to %s", self._rank, file)
+
+
+def _write(profiler: torch.profiler.profile, file: Path) -> None:
+    """The whole file or none, with rows for what is under way, which the profiler does not know."""
+    draft = file.with_name(f"{file.stem}.{os.getpid()}.draft.json")
+    try:
+        profiler.export_chrome_trace(str(draft))
+        trace = json.loads(draft.read_text())
+        timeline = Timeline.of(trace["traceEvents"])
+        trace["traceEvents"] += transfer_events(timeline.transfers(), os.getpid())
+        draft.write_text(json.dumps(trace))
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)

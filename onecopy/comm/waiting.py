@@ -1,0 +1,268 @@
+"""Waiting for other ranks in a way that Ctrl-C ends.
+
+Python handles a signal when its main thread runs Python again. A thread that waits in gloo does not
+for as long as the group's timeout allows, which may be half an hour; one that waits for an answer
+of the c10d store does not as long as the process that hosts it is stopped. So the main thread lets
+another one wait, and waits for that one on a lock, which a signal interrupts, or a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Task:
+    """What a waiter does for another thread."""
+
+    def __init__(self, task: Callable[[], Any]) -> None:
+        self._task: Callable[[], Any] | None = task
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+    def run(self) -> None:
+        assert self._task is not None
+        try:
+            self._result = self._task()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._task = None  # nobody holds on to the memory that was sent
+            self.lock.release()
+
+    def wait(self) -> Any:
+        """What came of it, once it is done; or what a signal handler raises. Can be repeated."""
+        with marking_interruptions():
+            self.lock.acquire()
+        self.lock.release()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def outcome(self) -> Any:
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error  # a cycle, which would hold on to the memory that was sent
+
+
+class BackgroundThread:
+    """A thread that waits, and ends with the process if nobody ends it before."""
+
+    def __init__(self) -> None:
+        self._errands: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_run_tasks, args=(self._errands,), name="onecopy-waiter", daemon=True
+        ).start()
+
+    def send(self, task: Callable[[], Any]) -> Task:
+        """To be done after all that it was sent on before."""
+        errand = Task(task)
+        self._errands.put(errand)
+        return errand
+
+    @classmethod
+    def of(cls, owner: object) -> BackgroundThread:
+        """One that works for this object alone, and ends with it."""
+        waiter = cls()
+        _working.add(waiter)
+        weakref.finalize(owner, waiter._errands.put, None).atexit = False
+        return waiter
+
+    @classmethod
+    def idle(cls) -> BackgroundThread:
+        try:
+            return _idle.pop()
+        except IndexError:
+            return cls()
+
+
+def _run_tasks(errands: queue.SimpleQueue[Task | None]) -> None:
+    while (errand := errands.get()) is not None:
+        errand.run()
+        del errand  # while it waits for the next, it holds nothing
+
+
+_working: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()  # those that have an owner
+_idle: list[BackgroundThread] = []  # one, unless a signal handler waits, too, or several threads do
+_abandoned: list[Sequence[Any]] = []
+
+
+def wait_interruptibly(works: Sequence[Any]) -> None:
+    """Until these are done, or a signal handler raises. Only where waiting blocks the thread: on
+    accelerators it gives an order to the stream of the thread that calls."""
+    if not works:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        wait_here(works)
+        return
+    waiter = BackgroundThread.idle()
+    errand = waiter.send(functools.partial(wait_here, works))
+    try:
+        with marking_interruptions():
+            errand.lock.acquire()
+    except BaseException:  # a signal: the thread still waits, and the next errand gets another one
+        _abandoned.append(works)  # their end in that thread might be that of the process: as below
+        raise
+    _idle.append(waiter)
+    errand.outcome()
+
+
+def wait_here(works: Sequence[Any]) -> None:
+    """A function of its own, so that the waiter holds none of them when the main thread goes on.
+
+    Why: the end of a work releases the interpreter for a moment. If the process ends in that
+    moment, the thread cannot come back, and the process aborts.
+    """
+    for work in works:
+        work.wait()
+
+
+# -------------------------------------------------------------------------- signals
+
+
+@contextlib.contextmanager
+def marking_interruptions() -> Iterator[None]:
+    """Around a wait that raises nothing by itself: what comes is of a signal handler. That may be
+    any class, as the TimeoutError of an alarm, or one by which others tell that a rank is lost."""
+    try:
+        yield
+    except BaseException as error:
+        vars(error)[_INTERRUPTS] = True
+        raise
+
+
+def is_interruption(error: BaseException) -> bool:
+    return _INTERRUPTS in vars(error)
+
+
+_INTERRUPTS = "_onecopy_interrupts"
+
+
+# -------------------------------------------------------------------------- questions to the store
+
+
+class NoAnswer(RuntimeError):
+    """The c10d store has not answered in time."""
+
+
+class _Question:
+    def __init__(self, store: Any, errand: Task) -> None:
+        self.store, self.errand = store, errand
+        self.is_late = False  # if it is open and not late, a signal has ended the wait
+
+
+_open: list[_Question] = []  # nobody waits for the answer any more
+
+
+def ask_store(store: Any, question: Callable[[], Any], patience: float) -> Any:
+    """What the store answers, within seconds of patience. It has no deadline of its own for most
+    questions: one to a process that is stopped waits for ever.
+
+    A question that is not answered keeps the connection from all others. So until it is, nobody
+    else asks, and waits for its whole patience.
+    """
+    root = _root_of(store)
+    if not any(each.is_late for each in _questions_to(root)):
+        waiter = BackgroundThread.idle()
+        asked = _Question(root, waiter.send(question))
+        try:
+            with marking_interruptions():
+                asked.is_late = not asked.errand.lock.acquire(timeout=patience)
+        except BaseException:
+            _open.append(asked)
+            raise
+        if not asked.is_late:
+            _idle.append(waiter)
+            return asked.errand.outcome()
+        _open.append(asked)
+    raise NoAnswer("the store does not answer: the process that hosts it is lost or stopped")
+
+
+def is_silent(store: Any) -> bool:
+    """Whether a question to it is open, so that whoever calls it now may wait for ever. Cheap, as
+    long as there is none to any store."""
+    return bool(_open) and bool(_questions_to(_root_of(store)))
+
+
+def _questions_to(root: Any) -> list[_Question]:
+    _open[:] = [each for each in _open if each.errand.lock.locked()]
+    return [each for each in _open if each.store is root]
+
+
+def _root_of(store: Any) -> Any:
+    """What holds the connection: groups have stores of their own that share one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+if hasattr(os, "register_at_fork"):
+    # A child has no such threads.
+    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_open.clear)
+
+
+# -------------------------------------------------------------------------- at the end
+
+
+def let_tasks_finish(seconds: float) -> None:
+    """Before a process ends: others may count on what its waiters have been sent on."""
+    until = time.monotonic() + seconds
+    for errand in [waiter.send(lambda: None) for waiter in list(_working)]:
+        errand.lock.acquire(timeout=max(0.0, until - time.monotonic()))
+
+
+_kept: set[int] = set()
+_SETTLING = 1.0  # seconds, at most, that an ending process waits for its threads
+
+
+def never_destroy(group: Any) -> None:
+    """Never destroy a process group in which something is under way that may not end: gloo waits
+    for it, and the interpreter with it."""
+    if id(group) not in _kept:
+        _kept.add(id(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def let_threads_settle() -> None:
+    """Before the interpreter ends: until gloo's threads have let go of what was sent.
+
+    Why: a work is done before the thread that did it lets go of its tensors, and that takes the
+    interpreter. A thread that asks for it while it ends is unwound through functions that may
+    not be, which aborts the process. On a busy machine a thread may well be that late.
+    """
+    until = time.monotonic() + _SETTLING
+    quiet = 0
+    while quiet < 2 and time.monotonic() < until:
+        # Asleep, this thread has not got the interpreter: whoever waits for it gets it.
+        time.sleep(0.0005)
+        quiet = 0 if _others_are_busy() else quiet + 1
+
+
+def _others_are_busy() -> bool:
+    """Whether another thread of this process runs, or would if it had a processor."""
+    mine = threading.get_native_id()
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if state in _BUSY and int(task.name) != mine:
+                return True
+    return False
+
+
+_BUSY = "RD"  # of the letters by which Linux tells the state of a thread

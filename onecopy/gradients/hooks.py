@@ -1,0 +1,802 @@
+"""Hooks on the user's module: DDP's communication hook, parameter hooks, waits before forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from onecopy.comm.group import RankGroup, average_as_ddp
+from onecopy.gradients.reducer import GradientReducer
+from onecopy.planning.layout import is_dense
+from onecopy.planning.plan import Plan
+from onecopy.sharding.all_gather import AllGatherQueue
+from onecopy.torch_private import (
+    disable_dynamo,
+    divides_by_all_ranks,
+    has_comm_hook,
+    in_backward,
+    is_compiled,
+    is_in_forward_of_ddp,
+    is_unfinished,
+    queue_callback,
+    reduced_parameters,
+    restart_reducer,
+)
+
+
+class PatchedMethod:
+    """A method of one module, instead of that of its class."""
+
+    name: str  # of the method
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        module.__dict__[self.name] = self
+
+    @classmethod
+    def is_on(cls, module: torch.nn.Module) -> bool:
+        return isinstance(module.__dict__.get(cls.name), cls)
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None and module.__dict__.get(self.name) is self:
+            del module.__dict__[self.name]
+
+    def _of_class(self, module: Any) -> Callable[..., Any]:
+        return functools.partial(getattr(type(module), self.name), module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._of_class(copy.deepcopy(self._module(), memo))
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        return functools.partial, (getattr(type(module), self.name), module)
+
+
+class ZeroGrad(PatchedMethod):
+    """``module.zero_grad`` that reaches the optimizer's share of the gradients too."""
+
+    name = "zero_grad"
+
+    def __init__(self, module: torch.nn.Module, drop: Callable[[], None]) -> None:
+        super().__init__(module)
+        self._drop = weakref.WeakMethod(drop)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module, drop = self._module(), self._drop()
+        if module is not None:
+            self._of_class(module)(set_to_none)
+        if drop is not None:
+            drop()
+
+
+class AfterJoinHook(PatchedMethod):
+    """``join_hook`` of a DDP module, for ``Join``: what DDP does on a rank that has run out of
+    inputs, and then something of ours, before the next of those that take part has its turn."""
+
+    name = "join_hook"
+
+    def __init__(self, ddp: DistributedDataParallel, then: Callable[[], None]) -> None:
+        super().__init__(ddp)
+        self._then = then
+
+    def __call__(self, **kwargs: Any) -> JoinHook:
+        ddp = self._module()  # it is asked for its hook, so it exists
+        return _Followed(self._of_class(ddp)(**kwargs), self._then)
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed(JoinHook):
+    hook: JoinHook
+    then: Callable[[], None]
+
+    def main_hook(self) -> None:
+        self.hook.main_hook()
+        self.then()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.hook.post_hook(is_last_joiner)
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Local(enum.Enum):
+    """Why ``param.grad`` is not None when a step is taken."""
+
+    NO_SYNC = enum.auto()  # the last backward was inside no_sync()
+    INSIDE_DDP = enum.auto()  # DDP, which calls the attached module, has put it there
+    NOT_IN_DDP = enum.auto()  # DDP was built when other parameters were trained
+    WRITTEN = enum.auto()  # by the user, or by a backward before the optimizer was attached
+
+
+class GradientHooks(Protocol):
+    """What feeds a reducer with gradients."""
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Feed the gradients of these parameters, by their position."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in here accumulate gradients in ``param.grad`` of this rank."""
+
+    def reset(self) -> None:
+        """Forget a backward that did not come to its end."""
+
+    def start_over(self) -> None:
+        """The same after a backward that raised on some rank, on all ranks."""
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether a backward, of which the other ranks send gradients, has begun and not ended."""
+
+    def remove(self) -> None:
+        """Feed nothing any more."""
+
+    @property
+    def why_local(self) -> Local:
+        """Why a parameter has a gradient that the reducer has not taken."""
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Gradient memory of whoever feeds."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """To be called during a backward; raises ``RuntimeError`` elsewhere."""
+    queue_callback(callback)
+
+
+def after_ddp(callback: Callable[[], None]) -> None:
+    """To be called by a communication hook: run when DDP has put the gradients back into
+    ``param.grad``. DDP does that in a callback that is queued after this one: what a callback
+    queues in its turn comes last."""
+    at_end_of_backward(lambda: at_end_of_backward(callback))
+
+
+# -------------------------------------------------------------------------- a bare module
+
+
+class ModuleHooks:
+    """Hooks on parameters.
+
+    The end of backward is queued when the gradient of the module's output is computed, which is
+    first of all. Why not from the hook of a parameter: inside a checkpointed part that would be the
+    end of that part only. It is the second choice, for a loss that is not made of the output.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        reducer: GradientReducer,
+        begin: Callable[[], None],
+        abandon: Callable[[], None],
+    ) -> None:
+        self._reducer = reducer
+        self._begin = begin
+        self._abandon = abandon
+        self._syncs = True
+        self._has_unsynced = False  # gradients of a backward inside no_sync, after the last outside
+        self._is_inside_ddp = False  # as of the last forward
+        self._is_queued = False
+        self._params: Sequence[torch.Tensor] = ()
+        self._beginning = threading.RLock()  # one thread per device may see the first gradient
+        self._hooked: set[int] = set()
+        self._early: list[Any] = []  # hooks on parameters that are not planned yet
+        self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        for handle in self._early:
+            handle.remove()
+        self._early = []
+        arrived = self._arrived  # one object for all of them
+        for index, param in enumerate(params):
+            if param.requires_grad and index not in self._hooked:
+                hook = functools.partial(arrived, index)
+                register: Any = param.register_post_accumulate_grad_hook
+                self._handles.append(register(hook))
+                self._hooked.add(index)
+
+    # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
+    @disable_dynamo
+    def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if not in_backward() and self._is_open:
+            self._abandon()  # the last backward has raised and never came to its end
+        if torch.is_grad_enabled():
+            self._is_inside_ddp = is_in_forward_of_ddp()
+            for tensor in _tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    register: Any = tensor.register_hook
+                    register(self._begins)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._is_queued or self._reducer.is_active
+
+    def _begins(self, _: torch.Tensor) -> None:
+        if self._syncs and not self._is_queued:
+            with self._beginning:
+                if not self._is_queued:  # no other thread was first
+                    at_end_of_backward(self._ended)
+                    self._is_queued = True
+
+    def _arrived(self, index: int, param: torch.Tensor) -> None:
+        if self._syncs:
+            if not self._is_queued:
+                self._begins(param)
+            if not self._reducer.is_active:
+                with self._beginning:
+                    if not self._reducer.is_active:
+                        self._has_unsynced = False
+                        self._begin()
+            self._reducer.arrived(index)
+        else:
+            self._has_unsynced = True
+            if self._reducer.accumulates:
+                self._reducer.accumulate(index, param)
+
+    def _accumulates(self, index: int, param: torch.Tensor) -> None:
+        if not self._syncs:
+            self._reducer.accumulate(index, param)
+
+    def _watch_unfrozen(self) -> None:
+        """Accumulate also the gradients of parameters that were unfrozen since the last step, which
+        plans them."""
+        if len(self._hooked) < len(self._params) and self._reducer.accumulates:
+            for handle in self._early:
+                handle.remove()
+            unplanned = set(range(len(self._params))) - self._hooked
+            self._early = _hooked(self._params, unplanned, self._accumulates)
+
+    def _ended(self) -> None:
+        self._is_queued = False
+        # A backward that reached none of the parameters, as of a gradient penalty, is not ours.
+        if self._reducer.is_active:
+            self._reducer.end()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._watch_unfrozen()
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def reset(self) -> None:
+        self._is_queued = self._has_unsynced = False
+
+    def start_over(self) -> None:
+        self._is_queued = False
+
+    @property
+    def why_local(self) -> Local:
+        if self._is_inside_ddp:
+            return Local.INSIDE_DDP
+        return Local.NO_SYNC if self._has_unsynced else Local.WRITTEN
+
+    @property
+    def has_raised(self) -> bool:
+        return self._reducer.is_active and not in_backward()
+
+    def remove(self) -> None:
+        for handle in [*self._handles, *self._early]:
+            handle.remove()
+        self._handles, self._early = [], []
+
+    @property
+    def foreign_bytes(self) -> int:
+        return 0
+
+    def __deepcopy__(self, _: Any) -> ModuleHooks:
+        """A copied module has copies of the hooks: they feed nobody."""
+        return _NoHooks()
+
+    def __reduce__(self) -> Any:
+        return _NoHooks, ()
+
+
+def _hooked(
+    params: Sequence[torch.Tensor], indices: Iterable[int], hook: Callable[[int, Any], None]
+) -> list[Any]:
+    """Handles of hooks on those of the parameters that are trained."""
+    handles = []
+    for index in indices:
+        if params[index].requires_grad:
+            register: Any = params[index].register_post_accumulate_grad_hook
+            handles.append(register(functools.partial(hook, index)))
+    return handles
+
+
+class _NoHooks(ModuleHooks):
+    def __init__(self) -> None:
+        self._syncs = False
+
+    def _arrived(self, index: int, param: torch.Tensor) -> None:
+        pass
+
+    @property
+    def _is_open(self) -> bool:
+        return False
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+    elif hasattr(tree, "__dataclass_fields__"):
+        for name in tree.__dataclass_fields__:
+            yield from _tensors(getattr(tree, name, None))
+
+
+# -------------------------------------------------------------------------- DDP
+
+
+class _CommHook:
+    """The communication hook of a DDP module, which can never be taken away again: it feeds who
+    is attached, and with nobody attached averages as DDP itself does."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.hooks: DDPHooks | None = None
+        self._group = ddp.process_group
+        ddp.register_comm_hook(None, self._hook)
+
+    def _hook(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self.hooks is not None:
+            self.hooks.take(bucket)
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+        return average_as_ddp(bucket.buffer(), self._group)
+
+
+# DDP looks at the annotations, and wants the classes themselves.
+_CommHook._hook.__annotations__.update(
+    {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+)
+
+_comm_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def has_foreign_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether somebody else has registered a communication hook."""
+    return has_comm_hook(ddp) and ddp not in _comm_hooks
+
+
+def require_finalization(ddp: Any) -> None:
+    """Raise if DDP does not end a backward by itself (an option of torch 2.15 and later)."""
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise ValueError(
+            "the DDP module has require_manual_backward_finalization=True: it writes gradients "
+            "when finalize_backward() is called and not when backward ends, which is when an "
+            "attached optimizer takes them. Set it to False, or leave out attach(...)"
+        )
+
+
+def _as_laid_out(
+    params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The gradients of a bucket. DDP lays each out as its parameter is, and shows it as if it were
+    contiguous."""
+    strides = list(map(torch.Tensor.stride, params))
+    if list(map(torch.Tensor.stride, gradients)) == strides:
+        return gradients
+    return [
+        grad.as_strided(param.shape, stride, grad.storage_offset()) if is_dense(param) else grad
+        for param, grad, stride in zip(params, gradients, strides, strict=True)
+    ]
+
+
+class DDPHooks:
+    """DDP's communication hook.
+
+    DDP puts the gradients back into ``param.grad`` when backward has ended, and only then can one
+    tell which were unused anywhere.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        reducer: GradientReducer,
+        rank_group: RankGroup,
+        abandon: Callable[[], None],
+        enter: Callable[[], None],
+        is_in_join: Callable[[], bool],
+    ) -> None:
+        """``enter`` is called when a backward begins, on all ranks; ``is_in_join`` tells whether
+        some may have run out of inputs."""
+        if ddp not in _comm_hooks:
+            _comm_hooks[ddp] = _CommHook(ddp)
+        self._of_ddp = weakref.ref(ddp)  # which holds on to this through its hook
+        self._switch = _comm_hooks[ddp]
+        self._switch.hooks = self
+        self._reducer = reducer
+        self._enter = enter
+        self._rank_group = rank_group
+        self._params: Sequence[torch.Tensor] = ()
+        self._index: dict[torch.Tensor, int] = {}
+        self._accumulating: dict[int, Any] = {}  # handles of hooks, by parameter
+        self._were_trained: list[bool] = []  # by parameter, when hooks were put on them last
+        self._is_queued = False
+        self._abandon = abandon
+        self._must_start_over = False
+        self._has_ended = True  # the backward of the last forward
+        # When the optimizer was attached, for errors.
+        self._trained = [param for param in ddp.parameters() if param.requires_grad]
+        self._has_unsynced = False  # a forward inside no_sync came after the last backward outside
+        self._is_in_join = weakref.WeakMethod(is_in_join)
+        self._handle = ddp.register_forward_pre_hook(self._before_forward)
+        self._joining = AfterJoinHook(ddp, self._finish_joined)
+
+    def _before_forward(self, *_: Any) -> None:
+        if self.has_raised or (self._must_start_over and not in_backward()):
+            self._abandon()
+        self._has_ended = False
+        ddp: Any = self._of_ddp()
+        require_finalization(ddp)  # it may have been set since
+        if torch.is_grad_enabled() and not ddp.require_backward_grad_sync:
+            self._has_unsynced = True
+            if self._reducer.accumulates:
+                self._watch_no_sync()
+
+    def _watch_no_sync(self) -> None:
+        """Hook parameters that are trained and have no hook yet."""
+        are_trained = list(map(_requires_grad, self._params))
+        if are_trained == self._were_trained:
+            return
+        self._were_trained = are_trained
+        for index, param in enumerate(self._params):
+            if param.requires_grad and index not in self._accumulating:
+                register: Any = param.register_post_accumulate_grad_hook
+                hook = functools.partial(self._accumulates, index)
+                self._accumulating[index] = register(hook)
+
+    def _accumulates(self, index: int, param: torch.Tensor) -> None:
+        ddp: Any = self._of_ddp()
+        # DDP averages a backward if its forward was outside of no_sync(). If that is mistaken for
+        # the contrary, nothing is lost: DDP delivers a zero, to which this is added.
+        if ddp is not None and not ddp.require_forward_param_sync:
+            self._reducer.accumulate(index, param)
+
+    @property
+    def has_raised(self) -> bool:
+        """Also if no bucket of DDP's was full when it did."""
+        if in_backward():
+            return False
+        ddp = self._of_ddp()
+        return self._reducer.is_active or (
+            not self._has_ended and ddp is not None and is_unfinished(ddp)
+        )
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        if any(map(operator.is_not, self._params, params)):
+            self._stop_watching()
+        self._params = params
+        self._index = {param: index for index, param in enumerate(params)}
+
+    def take(self, bucket: GradBucket) -> None:
+        if not self._reducer.is_active:
+            self._has_unsynced = False
+            try:
+                after_ddp(self._ended)
+                self._is_queued = True
+            except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
+                self._is_queued = False
+            self._enter()
+            self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
+            self._reducer.begin(keeps_back=self._ddp_waits_for_joined())
+        params = bucket.parameters()
+        gradients = _as_laid_out(params, bucket.gradients())
+        # DDP also has what was frozen and is not ours.
+        indices = map(self._index.get, params)
+        ours = {i: grad for i, grad in zip(indices, gradients, strict=True) if i is not None}
+        for index, grad in self._reducer.roadway.laid_out(ours).items():
+            self._reducer.arrived(index, grad)
+        if bucket.is_last() and not self._is_queued and not self._reducer.keeps_back:
+            self._reducer.end(present=set())
+
+    def _ddp_waits_for_joined(self) -> bool:
+        """Whether DDP's own end of a backward waits for ranks that have joined.
+
+        Why that matters: to find unused parameters it asks all ranks, and those that have joined
+        answer when the hook has returned. If that waited for a bucket of a rank that DDP keeps
+        waiting, neither would ever go on. So buckets leave when DDP is through.
+        """
+        ddp: Any = self._of_ddp()
+        is_in_join = self._is_in_join()
+        return bool(ddp.find_unused_parameters and is_in_join is not None and is_in_join())
+
+    def _finish_joined(self) -> None:
+        """DDP is through with a backward of the others, on a rank that has run out of inputs."""
+        if self._reducer.is_active and not self._is_queued:
+            self._reducer.end(present=set())
+
+    def _divisor(self, is_active: bool) -> int:
+        """The number of ranks to average over."""
+        ddp: Any = self._of_ddp()
+        if divides_by_all_ranks(ddp):
+            return self._rank_group.world_size
+        active = torch.tensor([int(is_active)], device=self._rank_group.control_device)
+        self._rank_group.total(active).wait()
+        return int(active)
+
+    def _ended(self) -> None:
+        self._is_queued, self._has_ended = False, True
+        present = set(self._reducer.roadway.not_reduced())  # what is not planned keeps what it has
+        self._reducer.end(present)
+        for index in present:
+            self._params[index].grad = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        ddp: Any = self._of_ddp()
+        context: contextlib.AbstractContextManager[None] = ddp.no_sync()
+        return context
+
+    @property
+    def why_local(self) -> Local:
+        if self._has_unsynced:
+            return Local.NO_SYNC
+        reduced = reduced_parameters(self._of_ddp()) or self._trained
+        if not any(param.requires_grad for param in reduced):
+            return Local.NOT_IN_DDP
+        return Local.WRITTEN
+
+    def reset(self) -> None:
+        self._is_queued, self._has_ended = False, True
+        self._has_unsynced = False
+        if self._must_start_over:
+            self.start_over()
+
+    def start_over(self) -> None:
+        """DDP goes on after a backward that raised if its reducer starts over. It then orders its
+        buckets anew, which is collective: hence on all ranks."""
+        self._is_queued, self._has_ended = False, True
+        # Inside a backward DDP's reducer is locked: it has to wait.
+        self._must_start_over = in_backward()
+        ddp: Any = self._of_ddp()
+        if ddp is not None and not self._must_start_over:
+            restart_reducer(ddp)
+
+    def _stop_watching(self) -> None:
+        for handle in self._accumulating.values():
+            handle.remove()
+        self._accumulating, self._were_trained = {}, []
+
+    def remove(self) -> None:
+        self._stop_watching()
+        self._handle.remove()
+        self._joining.remove()
+        if self._switch.hooks is self:
+            self._switch.hooks = None
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Those of DDP's buckets, which it keeps unless it allocates them for each backward (an
+        option of torch 2.15 and later)."""
+        if getattr(self._of_ddp(), "lazy_bucket_allocation", False) and not in_backward():
+            return 0
+        trained = [param for param in self._params if param.requires_grad]
+        return sum(param.numel() * param.element_size() for param in trained)
+
+
+class LazyGather:
+    """Hooks on a module and all modules in it."""
+
+    def __init__(self, module: torch.nn.Module, all_gathers: AllGatherQueue) -> None:
+        self._gatherer = all_gathers
+        self._own: dict[torch.nn.Module, set[int]] = {}  # of each module's own parameters
+        self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
+        self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
+        # The others, for ever. A dict, because torch 2.6 cannot trace a look into a set.
+        self._not_fired: dict[torch.nn.Module, None] = {}
+        self._knows = False  # which modules' forwards are called
+        self._waits = True
+        self._root_has_waited = False  # for its buckets, since the last step
+        self._root = module
+        self._handles: list[Any] = [
+            module.register_forward_hook(self._after_all, always_call=True),
+        ]
+        register: Any
+        for each in module.modules():
+            self._handles.append(each.register_forward_pre_hook(self._before, prepend=True))
+            for register in (
+                each.register_state_dict_pre_hook,
+                each.register_load_state_dict_pre_hook,
+            ):
+                self._handles.append(register(self._before_state_dict))
+
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        """Learn which module needs which buckets."""
+        of_param: dict[torch.Tensor, list[int]] = {}
+        for bucket in range(len(plan.buckets)):
+            for segment in plan.segments(bucket):
+                of_param.setdefault(params[segment.param], []).append(bucket)
+        self._own = {
+            module: {b for p in module.parameters(recurse=False) for b in of_param.get(p, ())}
+            for module in self._root.modules()
+        }
+        self._knows = False
+        self._fired = set()
+        self._root_has_waited = False
+
+    def stepped(self) -> None:
+        """Gathers are under way again."""
+        self._root_has_waited = False
+
+    def _before(self, module: torch.nn.Module, _: Any) -> None:
+        # A wait inside compiled code breaks its graph. So the root waits for modules that are
+        # compiled, unless one was called uncompiled before: the root then leaves it to the module.
+        if not self._waits or (
+            torch.compiler.is_compiling()
+            and self._root_has_waited
+            and module is not self._root
+            and (not self._knows or module in self._not_fired)
+        ):
+            return
+        self._await(module)
+
+    # Not traced, so that ``_fired`` has uncompiled modules only: since torch 2.15 dynamo carries
+    # out what a traced hook adds to a set, and before it does not.
+    @disable_dynamo
+    def _await(self, module: torch.nn.Module) -> None:
+        if not self._knows:
+            self._fired.add(module)
+        trains = self._knows and module.training and torch.is_grad_enabled()
+        self._gatherer.wait(self._buckets.get(module) if trains else None)
+        if module is self._root:
+            self._root_has_waited = True
+
+    @disable_dynamo
+    def _after_all(self, *_: Any) -> None:
+        if not self._knows:
+            # A module that was not called once may be compiled: it never waits for itself.
+            self._not_fired |= dict.fromkeys(self._own.keys() - self._fired)
+            self._buckets = {
+                module: sorted(
+                    self._own[module].union(
+                        *(self._own[m] for m in module.modules() if m in self._not_fired)
+                    )
+                )
+                for module in self._own
+            }
+            self._knows = True
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self._gatherer.wait()
+
+    def __deepcopy__(self, _: Any) -> LazyGather:
+        """A copied module has copies of the hooks: its parameters are all there."""
+        self._gatherer.wait()
+        return _NoWaits()
+
+    def __reduce__(self) -> Any:
+        self._gatherer.wait()
+        return _NoWaits, ()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._gatherer.wait()
+
+
+class _NoWaits(LazyGather):
+    """Of a module that nobody gathers for."""
+
+    def __init__(self) -> None:
+        self._gatherer = _Nothing()
+        self._waits = False
+        self._knows = True
+
+
+class _Nothing(AllGatherQueue):
+    """Has everything."""
+
+    def __init__(self) -> None:
+        self._launched = {}
+
+
+def require_hookable(module: torch.nn.Module) -> None:
+    for each in module.modules():
+        if is_compiled(each):
+            raise ValueError(
+                "lazy_gather=True needs hooks, which compiled modules may ignore: leave it out, or "
+                "attach before torch.compile(...)"
+            )
+
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class SteppedInBackward(Protocol):
+    """A ``ZeroRedundancyOptimizer``, as the communication hooks of this module use it."""
+
+    process_group: Any
+    _steps_in_backward: bool
+
+    def _step_in_backward(self) -> None: ...
+    def _take_part_joined(self) -> None: ...
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: SteppedInBackward,
+    shard_buckets: bool = False,
+) -> Hook:
+    """A communication hook that averages with ``hook`` and then steps ``zero``::
+
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+
+    Args:
+        hook: averages a bucket, for example torch's ``allreduce_hook``.
+        ddp: the module to register the result with.
+        zero: built on the parameters of ``ddp``, with ``overlap_with_ddp=True``.
+        shard_buckets: accepted for compatibility. The plan is even either way.
+    """
+    del shard_buckets
+    _require_partners(ddp, zero)
+    AfterJoinHook(ddp, zero._take_part_joined)
+
+    def step_after(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        # A rank that has run out of inputs is in no backward: its turn comes when DDP is through.
+        if bucket.is_last() and in_backward():
+            after_ddp(zero._step_in_backward)
+        return future
+
+    # DDP looks at the annotations, and wants the classes themselves.
+    step_after.__annotations__.update(
+        {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    )
+    return step_after
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: SteppedInBackward,
+    shard_buckets: bool = False,
+) -> Hook:
+    """The same as :func:`hook_with_zero_step`: the gathers of the step overlap each other, and
+    nothing waits on a thread that communication needs."""
+    return hook_with_zero_step(hook, ddp, zero, shard_buckets)
+
+
+def _require_partners(ddp: Any, zero: Any) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    if not hasattr(zero, "_steps_in_backward"):
+        raise TypeError(f"zero must be onecopy's optimizer, got {type(zero).__name__}")
+    if not zero._steps_in_backward:
+        raise ValueError(
+            "the optimizer does not step inside backward: build it with overlap_with_ddp=True"
+        )
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if ranks != dist.get_process_group_ranks(zero.process_group):
+        raise ValueError(
+            f"the DDP module averages over ranks {ranks}, the optimizer is sharded over "
+            f"{dist.get_process_group_ranks(zero.process_group)}: give both the same process_group"
+        )

@@ -1,0 +1,197 @@
+"""The memory layout of dense tensors: elements in storage order, and ranges of them as chunks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one gapless run of memory, in whatever order of dimensions."""
+    expected = 1
+    dims = ((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1)
+    if tensor.numel() == 0:
+        return True
+    for stride, size in sorted(dims):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a dense tensor in storage order, sharing its memory."""
+    return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
+
+
+def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The same; but a tensor with gaps is never cut, and comes as it is."""
+    return flat_range(tensor, start, stop) if is_dense(tensor) else tensor
+
+
+def in_layout_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, with its elements in the same storage order as those of ``param``.
+
+    Why: pairing a contiguous gradient with a channels_last weight element by element in storage
+    order would mix up the elements.
+    """
+    if tensor.stride() == param.stride() or _same_order(param, tensor):
+        return tensor
+    return torch.empty_strided(
+        param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
+def _same_order(param: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Strides of dimensions of size one mean nothing."""
+    return all(
+        a == b
+        for a, b, size in zip(param.stride(), tensor.stride(), param.shape, strict=True)
+        if size != 1
+    )
+
+
+def one_of_each(values: Iterable[_T]) -> list[_T]:
+    """The same values, with one object for all that are equal.
+
+    Thousands of parameters have few shapes, and each that is remembered would be an object.
+    """
+    known: dict[_T, _T] = {}
+    return [known.setdefault(value, value) for value in values]
+
+
+def fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether nothing else can live in the tensor's storage."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def first_overlap(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Positions of two tensors that share an element, if any do."""
+    spans = sorted(
+        (str(param.device), *_span(param), position)
+        for position, param in enumerate(params)
+        if param.numel() and param.device.type != "meta"
+    )
+    for at, (device, _, stop, a) in enumerate(spans):
+        for other, start, _, b in itertools.islice(spans, at + 1, None):
+            if other != device or start >= stop:
+                break
+            if _share_elements(params[a], params[b]):
+                return (a, b) if a < b else (b, a)
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of a tensor to behind its last, gaps included."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return start, start + reach * tensor.element_size()
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """For tensors whose spans cross. Interleaved columns of one matrix, say, share nothing."""
+    if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
+        return True
+    (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
+    base, size = min(a_start, b_start), a.element_size()
+    places = torch.arange((max(a_stop, b_stop) - base) // size)
+    of_a = places.as_strided(a.shape, a.stride(), (a_start - base) // size)
+    of_b = places.as_strided(b.shape, b.stride(), (b_start - base) // size)
+    return bool(torch.isin(of_a.contiguous(), of_b.contiguous()).any())
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rectangular part of a tensor whose elements follow each other in storage order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # elements of the tensor, in storage order
+    stop: int
+
+    def view(self, flat: torch.Tensor, first: int, order: Sequence[int]) -> torch.Tensor:
+        """The box within ``flat``, which holds the tensor's elements from ``first`` on."""
+        run = flat[self.start - first : self.stop - first]
+        back = [order.index(dim) for dim in range(len(order))]
+        return run.view([self.sizes[dim] for dim in order]).permute(back)
+
+    def overlap(self, offsets: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
+        """The common part with another box of the tensor; its range means nothing."""
+        first = [max(a, b) for a, b in zip(self.offsets, offsets, strict=True)]
+        last = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, offsets, sizes, strict=True)
+        ]
+        lengths = [stop - start for start, stop in zip(first, last, strict=True)]
+        if any(length <= 0 for length in lengths):
+            return None
+        return Chunk(tuple(first), tuple(lengths), 0, 0)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a dense tensor, from the slowest in memory to the fastest."""
+    if math.prod(shape) == 0:
+        return tuple(range(len(shape)))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim])))
+
+
+def chunks_of(shape: Sequence[int], order: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
+    """Elements [start, stop) of a tensor, in storage order, as boxes of the tensor.
+
+    An empty tensor is one empty box, so that it leaves a trace.
+    """
+    if math.prod(shape) == 0:
+        yield Chunk((0,) * len(shape), tuple(shape), 0, 0)
+        return
+    permuted = [shape[dim] for dim in order]
+    for offsets, sizes, first in _rows(permuted, start, stop, 0):
+        yield Chunk(
+            tuple(offsets[order.index(dim)] for dim in range(len(order))),
+            tuple(sizes[order.index(dim)] for dim in range(len(order))),
+            first,
+            first + math.prod(sizes),
+        )
+
+
+def _rows(
+    shape: Sequence[int], start: int, stop: int, base: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(offsets, sizes, first element) of boxes in a contiguous tensor that begins at ``base``."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape), base + start
+        return
+    row = math.prod(shape[1:])
+    first, into_first = divmod(start, row)
+    last, into_last = divmod(stop, row)
+    if first == last:
+        yield from _in_row(shape, first, into_first, into_last, base)
+        return
+    if into_first:
+        yield from _in_row(shape, first, into_first, row, base)
+        first += 1
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield (first, *zeros), (last - first, *shape[1:]), base + first * row
+    if into_last:
+        yield from _in_row(shape, last, 0, into_last, base)
+
+
+def _in_row(
+    shape: Sequence[int], row: int, start: int, stop: int, base: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    at = base + row * math.prod(shape[1:])
+    for offsets, sizes, first in _rows(shape[1:], start, stop, at):
+        yield (row, *offsets), (1, *sizes), first

@@ -1,0 +1,634 @@
+"""Validated options and param groups, the partition policy of each, and the registry of parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.planning.layout import fills_its_storage, first_overlap, is_dense
+from onecopy.planning.plan import ParamSpec, Plan, default_bucket_mb, make_plan
+from onecopy.planning.text import shown
+from onecopy.planning.traits import NOT_OPTIONS, Kind, options_of, partition_kind, update_cost
+
+MASTER = "master_param"  # the key of a master copy in saved state
+
+
+def grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient; recent releases let it be another than its own."""
+    found: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if found is None else found
+
+
+def update_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter is updated: that of its master copy, if its own is narrower.
+
+    >>> update_dtype(torch.bfloat16, torch.float32), update_dtype(torch.float64, torch.float32)
+    (torch.float32, torch.float64)
+    """
+    if master_dtype is None or not dtype.is_floating_point:
+        return dtype
+    return master_dtype if dtype.itemsize < master_dtype.itemsize else dtype
+
+
+def gradient_dtype(param: torch.Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter's gradient is summed over the ranks, and kept for a step."""
+    dtype = update_dtype(param.dtype, master_dtype)
+    return grad_dtype(param) if dtype == param.dtype else dtype
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    asked = environment.get("ONECOPY_SHARED_MEMORY", "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"ONECOPY_SHARED_MEMORY={asked}: expected 0, 1, or nothing")
+
+
+def forces_c10d(environment: Mapping[str, str]) -> bool:
+    """Whether all communication uses the process group's own collectives, also on gloo."""
+    asked = environment.get("ONECOPY_COMM", "")
+    if asked not in ("", "auto", "c10d"):
+        raise ValueError(f'ONECOPY_COMM={asked}: expected "auto", "c10d", or nothing')
+    return asked == "c10d"
+
+
+def checks_steps(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks are compared in every step."""
+    asked = environment.get("ONECOPY_CHECK", "")
+    if asked not in ("", "step"):
+        raise ValueError(f'ONECOPY_CHECK={asked}: expected "step", or nothing')
+    return asked == "step"
+
+
+def check_options(check_every: Any, master_dtype: Any) -> None:
+    if check_every is not None:
+        if isinstance(check_every, bool) or not isinstance(check_every, int):
+            raise TypeError(f"check_every must be a number of steps, got {shown(check_every)}")
+        if check_every < 1:
+            raise ValueError(
+                f"check_every must be a positive number of steps, got {shown(check_every)}"
+            )
+    if not (master_dtype is None or master_dtype is torch.float32 or master_dtype is torch.float64):
+        raise ValueError(
+            f"master_dtype must be torch.float32, torch.float64 or None, got {shown(master_dtype)}"
+        )
+
+
+def check_switches(**switches: Any) -> None:
+    """Why: the text "false" of some configuration would count as true."""
+    for name, value in switches.items():
+        if not isinstance(value, int):  # a bool is one
+            raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def as_number(name: str, value: Any) -> float:
+    """A number, or a tensor that holds one."""
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
+    if not isinstance(value, Real) and not is_scalar:
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError):  # too large, or a complex scalar
+        raise ValueError(f"{name} must be a real number in range, got {shown(value)}") from None
+
+
+def is_on(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether an option of the optimizer class that switches something is given, and on."""
+    value = options.get(name)
+    if value is not None:
+        check_switches(**{name: value})
+    return bool(value)
+
+
+def check_names(names: Any, count: int) -> None:
+    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) != count:
+        raise ValueError(
+            f'"param_names" of a group must list a name for each of its {count} parameters, got '
+            f"{shown(names)}"
+        )
+
+
+_DEEPEST = 8  # of lists within an option, of which one may hold itself
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """``params`` in any form that ``torch.optim`` accepts, as new group dicts with lists.
+
+    Generators are consumed here, once, also those inside a group.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
+            f"got {torch.typename(params)}: pass [tensor]"
+        )
+    _require_order(params, "params")
+    try:
+        entries = list(params)
+    except TypeError as error:
+        raise TypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
+            f"got {type(params).__name__}"
+        ) from error
+    if not entries:
+        raise ValueError("params is empty: there is nothing to optimize")
+    if all(isinstance(entry, dict) for entry in entries):
+        groups = [_as_group(entry) for entry in entries]
+    elif all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
+        groups = [{"params": entries}]
+    else:
+        _require_all_names(entries)
+        kinds = sorted({type(entry).__name__ for entry in entries})
+        raise TypeError(
+            "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
+            f"got {', '.join(kinds)}"
+        )
+    return groups
+
+
+def _require_all_names(entries: Sequence[Any]) -> None:
+    """Raise where torch raises because of names that are missing: with its class and its words."""
+    unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
+    if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
+        raise ValueError(
+            "all optimizer params should be with/without names. Some param names are missing: "
+            f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others are "
+            "(name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
+        )
+
+
+class GroupWithoutParams(ValueError, KeyError):
+    """A parameter group without parameters. Torch's class raises a ``KeyError``."""
+
+    def __str__(self) -> str:  # a KeyError would print the repr
+        return str(self.args[0])
+
+
+def require_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
+    if not any(group["params"] for group in groups):
+        raise ValueError("none of the parameter groups holds a parameter")
+
+
+def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
+    for key in entry:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of a parameter group must be text, got {shown(key)}")
+    if "params" not in entry:
+        raise GroupWithoutParams(f'a parameter group needs the key "params", got {sorted(entry)}')
+    group = dict(entry)
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        group["params"] = [params]
+    else:
+        _require_order(params, '"params" of a group')
+        if not isinstance(params, Iterable):
+            raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
+        group["params"] = list(params)
+    if "param_names" in group:
+        check_names(group["param_names"], len(group["params"]))
+    return group
+
+
+def _require_order(params: Any, what: str) -> None:
+    """Raise as torch does for a set inside of a group (and, since 2.14, warns for any other)."""
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering of "
+            "tensors in sets will change between runs. Please use a list instead. "
+            f"{what} is a {type(params).__name__}, and its order would differ between ranks, too"
+        )
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor)
+
+
+def check_tensors(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what cannot be sharded, naming it."""
+    first_type: str | None = None
+    for number, group in enumerate(groups):
+        for position, entry in enumerate(group["params"]):
+            param = entry[1] if _is_named(entry) else entry
+            if not isinstance(param, torch.Tensor):
+                continue  # torch's own message is good
+            where = f"parameter {position} of group {number}"
+            if _is_named(entry) and not isinstance(entry[0], str):
+                raise TypeError(f"the name of {where} must be text, got {shown(entry[0])}")
+            if torch.nn.parameter.is_lazy(param) or param.is_nested:
+                raise ValueError(
+                    f"{where} has no shape, because it is lazy or nested: let the module run once, "
+                    "or use padded tensors"
+                )
+            if param.layout != torch.strided:
+                raise ValueError(f"{where} is sparse ({param.layout}): only dense ones are sharded")
+            if hasattr(param, "device_mesh"):
+                raise ValueError(
+                    f"{where} is a DTensor, which already is distributed: pass plain parameters"
+                )
+            first_type = first_type or param.device.type
+            if param.device.type != first_type:
+                raise ValueError(
+                    f"{where} is on {param.device}, the first parameter on {first_type}: all must "
+                    "be on devices of one type"
+                )
+
+
+def check_class(optimizer_class: Any) -> None:
+    if not isinstance(optimizer_class, type):
+        raise TypeError(
+            "optimizer_class must be a class such as torch.optim.AdamW, got "
+            f"{shown(optimizer_class)}"
+        )
+    if not issubclass(optimizer_class, Optimizer):
+        raise ValueError(
+            f"optimizer_class must be a torch.optim.Optimizer, got {optimizer_class.__name__}, "
+            "which is not (torch's functional optimizers are not)"
+        )
+
+
+def take_groups(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], Exception | None]:
+    """The parameter groups, or why they are refused; told to all ranks once they can be reached."""
+    try:
+        groups = as_groups(params)
+        require_parameters(groups)
+        check_tensors(groups)
+        check_class(optimizer_class)
+    except Exception as error:  # the user's generator may raise anything
+        return [], error
+    return groups, None
+
+
+def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
+    params = (param for group in groups for param in group["params"])
+    first = next(params, None)
+    first = first[1] if isinstance(first, tuple) else first
+    return first.device if isinstance(first, torch.Tensor) else None
+
+
+def is_trainable(param: torch.Tensor) -> bool:
+    """Whether the parameter is to be planned.
+
+    A frozen Parameter is left out until it is unfrozen. A plain tensor is never "frozen": whoever
+    passes one sets its ``.grad`` by hand, as torch's optimizers allow.
+    """
+    if not (param.is_floating_point() or param.is_complex()):
+        return False
+    plain = not isinstance(param, torch.nn.Parameter)
+    return param.requires_grad or plain or param.grad is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """How the parameters of a group are sharded."""
+
+    optimizer_class: type[Optimizer]
+    kind: Kind
+    fused: bool
+    differentiable: bool
+
+
+def policy_of(
+    group: Mapping[str, Any],
+    default_class: type[Optimizer],
+    defaults: Mapping[str, Any],
+    partition: str,
+    master_dtype: torch.dtype | None = None,
+) -> GroupPolicy:
+    """The class and the kind of a group; keywords of the constructor go to ``default_class``."""
+    cls = group.get("optimizer_class", default_class)
+    check_class(cls)
+    options = {**(defaults if cls is default_class else {}), **options_of(group)}
+    dtypes = dict.fromkeys(update_dtype(param.dtype, master_dtype) for param in group["params"])
+    kind = partition_kind(cls, options, group.get("partition", partition), dtypes)
+    return GroupPolicy(
+        cls,
+        kind,
+        fused=is_on("fused", options),
+        differentiable=is_on("differentiable", options),
+    )
+
+
+def constructor_options(cls: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group's options that the class takes. It may keep others there for itself."""
+    hashable: Any = cls
+    taken = _parameters_of(hashable)
+    return {key: value for key, value in options_of(options).items() if key in taken}
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters_of(cls: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)
+
+
+def flags_of(cls: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that switch something: those that may change what a class does with a tensor.
+
+    Numbers are left out, because schedulers change them in every step.
+    """
+    return {
+        key: value
+        for key, value in constructor_options(cls, group).items()
+        if value is None or isinstance(value, (bool, str))
+    }
+
+
+def device_words(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:
+    """Names for devices that are the same on every rank.
+
+    Why: rank 0's parameters are on cuda:0 and rank 1's on cuda:1, and their plans must be equal.
+    """
+    words: dict[torch.device, str] = {}
+    for param in params:
+        words.setdefault(param.device, f"{param.device.type} #{len(words)}")
+    return words
+
+
+def spec_of(
+    index: int, param: torch.Tensor, policy: GroupPolicy, words: Mapping[torch.device, str]
+) -> ParamSpec:
+    """What the planner needs to know. A tensor with gaps in its memory is kept whole."""
+    return ParamSpec(
+        index=index,
+        numel=param.numel(),
+        dtype=str(param.dtype).removeprefix("torch."),
+        itemsize=param.element_size(),
+        device=words[param.device],
+        kind=policy.kind if is_dense(param) else Kind.WHOLE,
+        cost=update_cost(policy.optimizer_class, param.shape),
+        fused=policy.fused,
+    )
+
+
+def check_no_shared_memory(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    overlap = first_overlap(params)
+    if overlap is not None:
+        a, b = overlap
+        raise ValueError(
+            f"{names[a]} and {names[b]} are different parameters in the same memory: two owners "
+            "would overwrite each other's updates. Tie weights by using one Parameter object for "
+            "both"
+        )
+
+
+# -------------------------------------------------------------------------- for agreement
+
+
+def describe_param(name: str, param: torch.Tensor, word: str, planned: bool, homed: bool) -> str:
+    memory = f", stride {param.stride()}"
+    if homed:
+        memory += ", alone in its storage" if fills_its_storage(param) else ", in a shared storage"
+    return (
+        f"{name}: shape {tuple(param.shape)}{memory}, {param.dtype}, {word}, "
+        f"{'trainable' if planned else 'frozen'}"
+    )
+
+
+def describe_group(number: int, group: Mapping[str, Any], policy: GroupPolicy) -> list[str]:
+    lines = [
+        f"group {number}: {policy.optimizer_class.__module__}.{policy.optimizer_class.__qualname__}"
+        f", {policy.kind.value}, {len(group['params'])} parameters"
+    ]
+    for key, value in sorted(options_of(group).items()):
+        lines.append(f"group {number}: {key} = {_describe_value(value)}")
+    return lines
+
+
+def _describe_value(value: Any, depth: int = 0) -> str:
+    if isinstance(value, torch.Tensor):
+        is_small = value.numel() <= 16 and value.layout is torch.strided and not value.is_meta
+        return f"tensor {value.tolist()}" if is_small else f"tensor {value.shape}"
+    if isinstance(value, int):
+        return hex(value) if abs(value) >= 2**63 else repr(value)  # of a huge one repr may raise
+    if isinstance(value, (float, complex, str, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+        return "(" + ", ".join(_describe_value(v, depth + 1) for v in value) + ")"
+    # Anything else may print its address, which differs between ranks.
+    return type(value).__name__
+
+
+Groups = Sequence[Mapping[str, Any]]
+_FIXED = ("optimizer_class", "partition")  # decided when the group comes in
+
+
+@dataclass(slots=True)
+class PartitionPolicy:
+    """Decides with what the constructor was given."""
+
+    default_class: type[Optimizer]
+    partition: str
+    is_shared: bool  # by more than one rank
+    given: Mapping[str, Any]  # the constructor's keywords
+    master_dtype: torch.dtype | None = None
+    _flags: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
+        policy = policy_of(group, self.default_class, defaults, self.partition, self.master_dtype)
+        if policy.differentiable and self.is_shared:
+            raise ValueError(
+                "differentiable=True cannot be sharded: no graph leads through a parameter that "
+                "arrives from another rank"
+            )
+        return policy
+
+    def with_options(
+        self, present: Sequence[GroupPolicy], groups: Groups, options: Groups
+    ) -> list[GroupPolicy]:
+        """How the groups, which have these policies at present, would be sharded with others'
+        options."""
+        found = []
+        for policy, ours, theirs in zip(present, groups, options, strict=True):
+            taken = constructor_options(policy.optimizer_class, {**ours, **theirs})
+            fixed = {key: ours[key] for key in NOT_OPTIONS if key in ours}
+            found.append(self.of({**fixed, **taken}, self.given))
+        return found
+
+    def remember_flags(self, present: Sequence[GroupPolicy], groups: Groups) -> None:
+        self._flags = _flags(present, groups)
+
+    def have_flipped(self, present: Sequence[GroupPolicy], groups: Groups) -> bool:
+        """Whether a switch is not as it was remembered."""
+        return _flags(present, groups) != self._flags
+
+
+def _flags(present: Sequence[GroupPolicy], groups: Groups) -> list[dict[str, Any]]:
+    pairs = zip(present, groups, strict=True)
+    return [
+        {**flags_of(policy.optimizer_class, group), **{key: group.get(key) for key in _FIXED}}
+        for policy, group in pairs
+    ]
+
+
+_MOST_BUCKETS = 1_000_000  # a plan lists them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A parameter; its place in the roster is its number in the plan."""
+
+    param: torch.Tensor
+    name: str
+    group: int
+
+
+def _needs_other_cuts(before: GroupPolicy, after: GroupPolicy) -> bool:
+    """Whether a plan made for one policy is wrong for another."""
+    turns_fused = after.kind is Kind.ELEMENTWISE and after.fused and not before.fused
+    return after.kind is not before.kind or turns_fused
+
+
+class GroupsChanged(RuntimeError, AssertionError):
+    """``param_groups`` was changed by hand. An AssertionError too, as torch's class raises."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParamRegistry:
+    """All parameters, each once however often it is tied or listed, and how groups are sharded."""
+
+    entries: tuple[Entry, ...] = ()
+    policies: tuple[GroupPolicy, ...] = ()
+    listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # the groups' parameters, as they were given
+
+    def with_group(self, group: Mapping[str, Any], policy: GroupPolicy) -> ParamRegistry:
+        """A roster that holds one more group."""
+        known = {entry.param for entry in self.entries}
+        names = group.get("param_names") or [""] * len(group["params"])
+        entries = list(self.entries)
+        for param, name in zip(group["params"], names, strict=True):
+            if param not in known:
+                known.add(param)
+                title = f"parameter {len(entries)}" + (f" ({name})" if name else "")
+                entries.append(Entry(param, title, len(self.policies)))
+        return ParamRegistry(
+            tuple(entries), (*self.policies, policy), (*self.listed, tuple(group["params"]))
+        )
+
+    def require_same_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if parameters were added or removed behind our back."""
+        same = len(groups) == len(self.listed) and all(
+            len(group["params"]) == len(listed) and all(map(operator.is_, group["params"], listed))
+            for group, listed in zip(groups, self.listed, strict=True)
+        )
+        if not same:
+            raise GroupsChanged(
+                "the parameters in param_groups are not those that were given: changing the lists "
+                "by hand has no effect here. Use add_param_group(...) on all ranks, or build "
+                "another optimizer"
+            )
+
+    def with_policies(self, policies: Sequence[GroupPolicy]) -> ParamRegistry:
+        """A roster for groups with these policies; this one if its plan is right for them too."""
+        changed = any(map(_needs_other_cuts, self.policies, policies))
+        return replace(self, policies=tuple(policies)) if changed else self
+
+    def require_same_classes(self, policies: Sequence[GroupPolicy]) -> None:
+        """Raise if a group was given another optimizer class by hand."""
+        for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
+            if before.optimizer_class is not after.optimizer_class:
+                raise GroupsChanged(
+                    f"group {number} was built with {before.optimizer_class.__name__} and now says "
+                    f"{after.optimizer_class.__name__}: changing optimizer_class by hand has no "
+                    "effect here. Build another optimizer"
+                )
+
+    def require_plan_fits(self, policies: Sequence[GroupPolicy]) -> None:
+        """Raise if options were changed that decide where tensors may be cut."""
+        for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
+            if _needs_other_cuts(before, after):
+                what = "fused is on" if after.kind is before.kind else f"it is {after.kind.value}"
+                raise RuntimeError(
+                    f"the options of group {number} have changed: now {what}, and its tensors were "
+                    f"cut for an update that is {before.kind.value} and not fused. Give the "
+                    "constructor or the group these options, or load them: load_state_dict(...) "
+                    "and load(path) make another plan"
+                )
+
+    @cached_property
+    def params(self) -> list[torch.Tensor]:
+        return [entry.param for entry in self.entries]
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def planned(self, plan: Plan) -> list[Entry]:
+        return [self.entries[index] for index in sorted(plan.params)]
+
+    def to_plan(self, plan: Plan) -> list[int]:
+        """The trainable parameters that the plan does not hold yet."""
+        return [index for index in self.unplanned(plan) if is_trainable(self.params[index])]
+
+    def unplanned(self, plan: Plan) -> list[int]:
+        return [index for index in range(len(self.entries)) if index not in plan.params]
+
+    def extend(self, plan: Plan, new: Sequence[int]) -> Plan:
+        """A plan that holds these parameters, too."""
+        return plan.extended(self._specs(plan, new)) if new else plan
+
+    def _specs(self, plan: Plan, new: Sequence[int]) -> list[ParamSpec]:
+        if plan.world_size > 1:
+            both = [self.entries[index] for index in sorted({*plan.params, *new})]
+            check_no_shared_memory([e.param for e in both], [e.name for e in both])
+        words = device_words(self.params)
+        return [
+            spec_of(index, entry.param, self.policies[entry.group], words)
+            for index, entry in ((index, self.entries[index]) for index in new)
+        ]
+
+    def cuttable(self) -> set[torch.Tensor]:
+        """The parameters whose state is parameter-shaped, because it may be cut."""
+        return {
+            entry.param
+            for entry in self.entries
+            if self.policies[entry.group].kind is Kind.ELEMENTWISE and is_dense(entry.param)
+        }
+
+    def readiness(self, with_gradients: bool) -> list[str]:
+        """What of the parameters must be alike whenever a step is taken, as lines."""
+        lines = []
+        for entry in self.entries:
+            grad = entry.param.grad if with_gradients else None
+            form = "no gradient"
+            if grad is not None:
+                is_sparse = grad.layout is not torch.strided
+                form = f"a {'sparse ' * is_sparse}gradient of {tuple(grad.shape)}"
+            has = f", {form}" if with_gradients else ""
+            lines.append(f"{entry.name}: requires_grad={entry.param.requires_grad}{has}")
+        return lines
+
+    def description(
+        self, groups: Sequence[Mapping[str, Any]], plan: Plan, with_storage: bool
+    ) -> list[str]:
+        """What all ranks must hold alike, as lines for agreement."""
+        lines = []
+        for number, (group, policy) in enumerate(zip(groups, self.policies, strict=True)):
+            lines += describe_group(number, group, policy)
+        words = device_words(self.params)
+        for index, entry in enumerate(self.entries):
+            word, planned = words[entry.param.device], index in plan.params
+            lines.append(describe_param(entry.name, entry.param, word, planned, with_storage))
+        return [*lines, f"plan {plan.digest}"]
+
+
+def empty_plan(
+    groups: Iterable[Mapping[str, Any]], world_size: int, bucket_mb: float | None
+) -> Plan:
+    """An empty plan, with buckets that suit the parameters of these groups if no size is given."""
+    params = [param for group in groups for param in group["params"]]
+    numbytes = sum(p.numel() * p.element_size() for p in params)
+    if bucket_mb is None:
+        return make_plan([], world_size, default_bucket_mb(numbytes))
+    plan = make_plan([], world_size, bucket_mb)
+    if numbytes > plan.bucket_bytes * _MOST_BUCKETS:
+        raise ValueError(
+            f"bucket_mb={bucket_mb} would cut these parameters into more than {_MOST_BUCKETS:,} "
+            "buckets: leave it out, or say more"
+        )
+    return plan

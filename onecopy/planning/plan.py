@@ -1,0 +1,467 @@
+"""Who owns what: a pure function of shapes, dtypes, kinds and the number of ranks.
+
+Parameters of one (kind, dtype, device, unit) form a *stream*, laid end to end in reverse order,
+because that is the order in which backward produces gradients. A stream is cut into *buckets* of
+about 25 MB, and each bucket into one *slot* per rank. The part of one parameter inside one slot is
+a *piece*. Three ranks, buckets of 12 elements, parameters a (10 elements), b (5) and c (6)::
+
+    bucket   |           0           |        1        |
+    stream   |c c c c c c b b b b b a|a a a a a a a a a|
+    slot     |0 0 0 0 1 1 1 1 2 2 2 2|0 0 0 1 1 1 2 2 2|
+
+Elementwise streams are cut anywhere, so slots are equal; only the last bucket of a stream has a
+remainder, and its extra elements go one each to the ranks that hold least so far: for streams of
+one unit a cyclic run of ranks, in the order of the user's parameters. Whole streams give each
+tensor to one owner, by longest-processing-time packing over all of them.
+
+Nothing here knows of tensors or process groups. A plan stores buckets and arithmetic, never a list
+of all pieces: planning 405 billion parameters for 16,384 ranks takes O(parameters + buckets).
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from onecopy.planning.text import shown
+from onecopy.planning.traits import Kind
+
+_MOST_MIB = 2**40  # an exbibyte
+
+
+def check_bucket_mb(bucket_mb: Any) -> None:
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
+        raise TypeError(f"bucket_mb must be a number of MiB, got {shown(bucket_mb)}")
+    if not 0 < bucket_mb <= _MOST_MIB:
+        raise ValueError(
+            "bucket_mb must be a positive number of MiB, and no more than any machine has: got "
+            f"{shown(bucket_mb)}"
+        )
+
+
+# Elements that are never separated. Why: a vectorised loop and its scalar tail may round
+# differently, so a cut changes bits unless it lies on a multiple of the vector length from the
+# parameter's first element. Measured over torch's elementwise classes: 16-bit results depend on
+# it, and so do those of the fused implementations in 32 and 64 bits; all others do not.
+UNIT_OF_NARROW_DTYPES = 64
+UNIT_OF_FUSED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """All that planning needs to know of a parameter."""
+
+    index: int  # the caller's number for it
+    numel: int
+    dtype: str
+    itemsize: int  # bytes of an element
+    device: str = "cpu"  # the same word on every rank: see intake.device_words
+    kind: Kind = Kind.ELEMENTWISE
+    cost: int | None = None  # work of updating it whole, by default its number of elements
+    fused: bool = False  # updated by a fused implementation
+
+    def __post_init__(self) -> None:
+        if self.numel < 0 or self.itemsize < 1 or (self.cost or 0) < 0:
+            raise ValueError(f"expected sizes that are not negative, got {self}")
+        if self.kind is Kind.GLOBAL:
+            raise ValueError(f"a parameter of a global optimizer cannot be planned: {self}")
+
+    @property
+    def unit(self) -> int:
+        """Elements that must stay together, counted from the first one."""
+        if self.itemsize < 4:
+            return UNIT_OF_NARROW_DTYPES
+        return UNIT_OF_FUSED if self.fused else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a parameter that lies in a bucket, whoever owns it."""
+
+    param: int
+    start: int  # elements of the parameter, in storage order
+    stop: int
+    offset: int  # of `start` within the bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a parameter that one rank owns in one bucket."""
+
+    param: int
+    start: int
+    stop: int
+    bucket: int
+    rank: int
+    offset: int  # of `start` within the bucket
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Parameters of one kind, dtype and device, laid end to end in reverse order."""
+
+    kind: Kind
+    dtype: str
+    itemsize: int
+    device: str
+    unit: int  # elements that are never separated
+    params: tuple[int, ...]
+    numels: tuple[int, ...]
+    starts: tuple[int, ...]  # where each parameter begins, a multiple of `unit`
+    stop: int  # end of the last parameter, padded to `unit`
+    owners: tuple[int, ...] = ()  # whole streams only: the rank of each parameter ...
+    costs: tuple[int, ...] = ()  # ... and the work of updating it
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(position in `params`, first, last + 1 element of it) of what lies in [start, stop)."""
+        i = max(bisect.bisect_right(self.starts, start) - 1, 0)
+        while i < len(self.params) and self.starts[i] < stop:
+            first = max(start - self.starts[i], 0)
+            last = min(stop - self.starts[i], self.numels[i])
+            if first < last or self.numels[i] == 0:
+                yield i, first, last
+            i += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run [start, stop) of a stream: what one gather moves."""
+
+    stream: int
+    start: int
+    stop: int
+    extra: tuple[int, ...] = ()  # elementwise: ranks whose slot is one unit longer, ascending
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every planned element has exactly one owner. Equal inputs give equal plans on all ranks."""
+
+    world_size: int
+    bucket_bytes: int
+    streams: tuple[Stream, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.bucket_bytes < 1:
+            raise ValueError(
+                f"expected at least one rank and one byte per bucket, got "
+                f"world_size={self.world_size}, bucket_bytes={self.bucket_bytes}"
+            )
+        params = [param for stream in self.streams for param in stream.params]
+        if len(set(params)) != len(params):
+            raise ValueError("a parameter was planned twice")
+        covered = [0] * len(self.streams)
+        for bucket in sorted(self.buckets, key=lambda b: (b.stream, b.start)):
+            if bucket.start != covered[bucket.stream] or bucket.stop < bucket.start:
+                raise ValueError(f"{bucket} does not continue its stream")
+            covered[bucket.stream] = bucket.stop
+        if covered != [stream.stop for stream in self.streams]:
+            raise ValueError("the buckets do not cover their streams")
+
+    # ------------------------------------------------------------------ asking
+
+    @cached_property
+    def params(self) -> frozenset[int]:
+        return frozenset(param for stream in self.streams for param in stream.params)
+
+    def slot(self, bucket: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of a rank's slot in an elementwise bucket, counted from the bucket."""
+        b = self.buckets[bucket]
+        unit = self.streams[b.stream].unit
+        each = b.numel // unit // self.world_size
+        before = bisect.bisect_left(b.extra, rank)
+        longer = before < len(b.extra) and b.extra[before] == rank
+        start = (rank * each + before) * unit
+        return start, start + (each + longer) * unit
+
+    def rank_at(self, bucket: int, offset: int) -> int:
+        """The owner of an element of an elementwise bucket, counted from the bucket."""
+        b = self.buckets[bucket]
+        if not b.extra:
+            return offset // (b.numel // self.world_size)
+        ranks = range(self.world_size)
+        return bisect.bisect_right(ranks, offset, key=lambda r: self.slot(bucket, r)[0]) - 1
+
+    def range_of(self, bucket: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of what a rank owns in a bucket, whatever its kind: always one run."""
+        if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
+            return self.slot(bucket, rank)
+        shards = [shard for shard in self.shards_in(bucket, rank) if shard.numel]
+        if not shards:
+            return 0, 0
+        return shards[0].offset, shards[-1].offset + shards[-1].numel
+
+    def has_equal_slots(self, bucket: int) -> bool:
+        """Whether one equal-sized collective can move the bucket."""
+        b = self.buckets[bucket]
+        return self.streams[b.stream].kind is Kind.ELEMENTWISE and not b.extra
+
+    def segments(self, bucket: int) -> Iterator[Segment]:
+        """What a bucket holds, in its order."""
+        b = self.buckets[bucket]
+        stream = self.streams[b.stream]
+        for i, first, last in stream.between(b.start, b.stop):
+            yield Segment(stream.params[i], first, last, stream.starts[i] + first - b.start)
+
+    def shards(self, rank: int) -> Iterator[Shard]:
+        """All that a rank owns, bucket by bucket."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
+        return itertools.chain.from_iterable(
+            self.shards_in(bucket, rank) for bucket in range(len(self.buckets))
+        )
+
+    pieces = shards  # its name in release 0.1
+
+    def shards_in(self, bucket: int, rank: int) -> Iterator[Shard]:
+        b = self.buckets[bucket]
+        stream = self.streams[b.stream]
+        if stream.kind is Kind.WHOLE:
+            start, stop = b.start, b.stop
+        else:
+            first, last = self.slot(bucket, rank)
+            start, stop = b.start + first, b.start + last
+            if start == stop:
+                return
+        for i, first, last in stream.between(start, stop):
+            if stream.kind is Kind.ELEMENTWISE or stream.owners[i] == rank:
+                offset = stream.starts[i] + first - b.start
+                yield Shard(stream.params[i], first, last, bucket, rank, offset)
+
+    @cached_property
+    def cut_params(self) -> frozenset[int]:
+        """The parameters that are in more than one piece."""
+        buckets: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            buckets.setdefault(bucket.stream, []).append(number)
+        cut = set()
+        for number, stream in enumerate(self.streams):
+            if stream.kind is Kind.WHOLE:
+                continue
+            ordered = sorted(buckets[number], key=lambda b: self.buckets[b].start)
+            for param, start, numel in zip(
+                stream.params, stream.starts, stream.numels, strict=True
+            ):
+                if self._place(ordered, start) != self._place(ordered, start + numel - 1):
+                    cut.add(param)
+        return frozenset(cut)
+
+    def _place(self, ordered: Sequence[int], position: int) -> tuple[int, int]:
+        """(bucket, rank) of an element of a stream, given the stream's buckets in order."""
+        at = bisect.bisect_right(ordered, position, key=lambda b: self.buckets[b].start) - 1
+        return ordered[at], self.rank_at(ordered[at], position - self.buckets[ordered[at]].start)
+
+    def load(self, rank: int, kind: Kind | None = None) -> int:
+        """Elements that a rank owns, of one kind or of both."""
+        return sum(
+            shard.numel
+            for shard in self.shards(rank)
+            if kind in (None, self.streams[self.buckets[shard.bucket].stream].kind)
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint that is the same in every process, unlike ``hash()``."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    # ------------------------------------------------------------------ growing
+
+    def extended(self, specs: Iterable[ParamSpec]) -> Plan:
+        """A plan for these parameters too, in which every existing piece stays where it is."""
+        return _extend(self, tuple(specs))
+
+    def emptied(self) -> Plan:
+        """A plan of nothing, for as many ranks and buckets of the same size."""
+        return Plan(self.world_size, self.bucket_bytes)
+
+
+def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25) -> Plan:
+    """Plan the ownership of parameters over ``world_size`` ranks.
+
+    >>> plan = make_plan([ParamSpec(0, 10, "float32", 4), ParamSpec(1, 5, "float32", 4)], 2)
+    >>> [(p.param, p.start, p.stop) for p in plan.shards(0)]
+    [(1, 0, 5), (0, 0, 3)]
+    """
+    check_bucket_mb(bucket_mb)
+    return Plan(world_size, max(1, int(bucket_mb * 2**20))).extended(specs)
+
+
+def default_bucket_mb(numbytes: int) -> float:
+    """For parameters of so many bytes.
+
+    25 MiB, enough for any wire; but at least 32 buckets, so that the first and the last one, which
+    hide behind nothing, are a small part of small models, and so is the memory they pass through.
+    Below 1 MiB a bucket costs more messages than that is worth.
+    """
+    sixteenths = -(-numbytes // (32 * 2**16))  # of a MiB, rounded up: else a crumb would be left
+    return min(25.0, max(1.0, sixteenths / 16))
+
+
+def _extend(plan: Plan, specs: Sequence[ParamSpec]) -> Plan:
+    together: dict[tuple[Kind, str, int, str, int], list[ParamSpec]] = {}
+    for spec in sorted(specs, key=lambda s: s.index, reverse=True):
+        # An empty tensor cannot be cut; one owner gives it the state and the keys it would have
+        # unsharded.
+        kind = spec.kind if spec.numel else Kind.WHOLE
+        unit = 1 if kind is Kind.WHOLE else spec.unit
+        key = (kind, spec.dtype, spec.itemsize, spec.device, unit)
+        together.setdefault(key, []).append(spec)
+
+    owners = _owners(plan, [s for key, of in together.items() if key[0] is Kind.WHOLE for s in of])
+    laid_out = {
+        key: _lay_out(of, Kind.ELEMENTWISE, of[0].unit)
+        for key, of in together.items()
+        if key[0] is Kind.ELEMENTWISE
+    }
+    extras = _deal_remainders(plan, laid_out.values())
+    streams = list(plan.streams)
+    new_buckets: list[Bucket] = []
+    for key, of_stream in together.items():
+        if key[0] is Kind.WHOLE:
+            stream, buckets = _whole_stream(len(streams), of_stream, owners, plan.bucket_bytes)
+        else:
+            stream = laid_out[key]
+            buckets = _cut(len(streams), stream, extras[stream.params], plan)
+        streams.append(stream)
+        new_buckets += buckets
+
+    # A bucket is complete when its earliest parameter has its gradient, and gradients arrive from
+    # the last parameter to the first.
+    new_buckets.sort(key=lambda b: -_earliest_param(streams[b.stream], b))
+    return Plan(plan.world_size, plan.bucket_bytes, tuple(streams), (*plan.buckets, *new_buckets))
+
+
+def _earliest_param(stream: Stream, bucket: Bucket) -> int:
+    first = bisect.bisect_right(stream.starts, bucket.start) - 1
+    last = bisect.bisect_left(stream.starts, bucket.stop)
+    return min(stream.params[first:last])
+
+
+def _deal_remainders(
+    plan: Plan, streams: Iterable[Stream]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The ranks whose slot in the last bucket of a stream is one unit longer, by the parameters of
+    the stream.
+
+    Streams are dealt in the order of their first parameter. The extra units of a stream go to the
+    ranks with the smallest load, the lowest first. As long as all units are of one size, that is a
+    cyclic run of ranks: the first starts at rank 0, the next where the last one ended. With units
+    of several sizes a cyclic run would give the large units to the same ranks again and again.
+    """
+    loads = _elementwise_loads(plan)
+    extras = {}
+    for stream in sorted(streams, key=lambda s: min(s.params)):
+        rest = stream.stop // stream.unit % plan.world_size
+        chosen = heapq.nsmallest(rest, range(plan.world_size), key=lambda r: (loads[r], r))
+        for rank in chosen:
+            loads[rank] += stream.unit
+        extras[stream.params] = tuple(sorted(chosen))
+    return extras
+
+
+def _cut(number: int, stream: Stream, extra: tuple[int, ...], plan: Plan) -> list[Bucket]:
+    """The buckets of an elementwise stream; ``extra``: the ranks that get one unit more."""
+    if plan.world_size == 1:  # a parameter keeps its identity only in one piece
+        return [Bucket(number, 0, stream.stop)]
+    row = plan.world_size * stream.unit  # one unit for every rank
+    length = max(1, plan.bucket_bytes // (row * stream.itemsize)) * row
+    starts = range(0, stream.stop, length)
+    buckets = [Bucket(number, start, min(start + length, stream.stop)) for start in starts]
+    if extra:
+        buckets[-1] = replace(buckets[-1], extra=extra)
+    return buckets
+
+
+def _whole_stream(
+    number: int, specs: Sequence[ParamSpec], owners: Mapping[int, int], limit: int
+) -> tuple[Stream, list[Bucket]]:
+    """A stream of whole tensors, in runs of at most ``limit`` bytes.
+
+    Within a run the tensors of one owner lie together, so that they travel together.
+    """
+    runs = [sorted(run, key=lambda s: owners[s.index]) for run in _runs(specs, limit)]
+    ordered = [spec for run in runs for spec in run]
+    stream = replace(
+        _lay_out(ordered, Kind.WHOLE, 1),
+        owners=tuple(owners[spec.index] for spec in ordered),
+        costs=tuple(_cost(spec) for spec in ordered),
+    )
+    edges = (*stream.starts, stream.stop)
+    ends = [edges[i] for i in accumulate(map(len, runs), initial=0)]
+    return stream, [Bucket(number, start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def _lay_out(specs: Sequence[ParamSpec], kind: Kind, unit: int) -> Stream:
+    # An empty tensor takes one place, so that it lies in exactly one bucket.
+    lengths = [max(1, -(-spec.numel // unit)) * unit for spec in specs]
+    starts = tuple(accumulate(lengths, initial=0))
+    return Stream(
+        kind=kind,
+        dtype=specs[0].dtype,
+        itemsize=specs[0].itemsize,
+        device=specs[0].device,
+        unit=unit,
+        params=tuple(spec.index for spec in specs),
+        numels=tuple(spec.numel for spec in specs),
+        starts=starts[:-1],
+        stop=starts[-1],
+    )
+
+
+def _runs(specs: Iterable[ParamSpec], limit: int) -> Iterator[list[ParamSpec]]:
+    """Consecutive tensors of at most ``limit`` bytes together, or one that is larger."""
+    run: list[ParamSpec] = []
+    size = 0
+    for spec in specs:
+        numbytes = spec.numel * spec.itemsize
+        if run and size + numbytes > limit:
+            yield run
+            run, size = [], 0
+        run.append(spec)
+        size += numbytes
+    yield run
+
+
+def _elementwise_loads(plan: Plan) -> list[int]:
+    """Elements per rank in the remainders of elementwise streams so far, padding included."""
+    loads = [0] * plan.world_size
+    for bucket in plan.buckets:
+        for rank in bucket.extra:
+            loads[rank] += plan.streams[bucket.stream].unit
+    return loads
+
+
+def _owners(plan: Plan, specs: Sequence[ParamSpec]) -> dict[int, int]:
+    """Longest processing time first: the costliest tensor left goes to the least busy rank."""
+    busy = [0] * plan.world_size
+    for stream in plan.streams:
+        for owner, cost in zip(stream.owners, stream.costs, strict=True):
+            busy[owner] += cost
+    heap = [(load, rank) for rank, load in enumerate(busy)]
+    heapq.heapify(heap)
+    owners = {}
+    for spec in sorted(specs, key=lambda s: (-_cost(s), s.index)):
+        load, rank = heapq.heappop(heap)
+        owners[spec.index] = rank
+        heapq.heappush(heap, (load + _cost(spec), rank))
+    return owners
+
+
+def _cost(spec: ParamSpec) -> int:
+    return spec.numel if spec.cost is None else spec.cost

@@ -1,0 +1,587 @@
+"""What an optimizer class does with a tensor: how it may be cut, and which state the class makes."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import logging
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.planning.text import shown
+from onecopy.torch_private import step_hooks
+
+# Keys of a parameter group that are ours or torch's, not options of the optimizer class.
+OUR_KEYS = frozenset({"optimizer_class", "partition"})
+NOT_OPTIONS = OUR_KEYS | {"params", "param_names"}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the optimizer class in a parameter group."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+logger = logging.getLogger("onecopy")
+
+
+class Kind(enum.Enum):
+    ELEMENTWISE = "elementwise"
+    WHOLE = "whole"
+    GLOBAL = "global"
+
+
+PARTITIONS = ("auto", Kind.ELEMENTWISE.value, Kind.WHOLE.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """The kind of a class, and why."""
+
+    kind: Kind
+    reason: str
+
+
+_BY_ITSELF = Traits(Kind.ELEMENTWISE, "every element is updated by itself")
+_ELEMENTWISE_NAMES = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+)
+
+
+def _known() -> dict[type[Optimizer], Traits]:
+    by_name = {
+        **dict.fromkeys(_ELEMENTWISE_NAMES, _BY_ITSELF),
+        "Muon": Traits(Kind.WHOLE, "it orthogonalises whole matrices"),
+        "Adafactor": Traits(Kind.WHOLE, "it keeps statistics of rows, columns and whole tensors"),
+        "SparseAdam": Traits(Kind.WHOLE, "its sparse gradients index the rows of a whole tensor"),
+        "LBFGS": Traits(
+            Kind.GLOBAL,
+            "it treats all parameters as one vector and evaluates its closure as often as a "
+            "line search over that vector asks",
+        ),
+    }
+    # Why getattr: the older releases that we support lack some of the classes.
+    return {cls: v for name, v in by_name.items() if (cls := getattr(torch.optim, name, None))}
+
+
+_KNOWN = _known()
+
+# Options that choose between implementations of the same arithmetic. Some of them need an
+# accelerator, which the toy tensors of the probe are not on.
+_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def traits_of(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+) -> Traits:
+    """The kind of a class with these constructor options on such parameters: known, or probed."""
+    known = _KNOWN.get(optimizer_class)
+    return known if known is not None else _probe(optimizer_class, options, dtypes)
+
+
+def is_elementwise(optimizer_class: type[Optimizer], **options: Any) -> bool:
+    """Whether the class updates every element by itself, so that its state can be cut evenly.
+
+    >>> is_elementwise(torch.optim.AdamW, lr=1e-3)
+    True
+    """
+    return traits_of(optimizer_class, options).kind is Kind.ELEMENTWISE
+
+
+def partition_kind(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    partition: str,
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+) -> Kind:
+    """ELEMENTWISE or WHOLE for a parameter group, or a ``ValueError`` with the reason."""
+    name = optimizer_class.__name__
+    if not isinstance(partition, str) or partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {PARTITIONS}, got {shown(partition)}")
+    known = _KNOWN.get(optimizer_class)
+    if partition != "auto" and known is None:
+        return Kind(partition)
+    found = traits_of(optimizer_class, options, dtypes)
+    if found.kind is Kind.GLOBAL:
+        advice = (
+            f"Train it unsharded: {name}(model.parameters(), ...)."
+            if known is not None
+            else 'If that is acceptable, say partition="whole": every rank then runs it on its '
+            "own parameters, which is not the unsharded algorithm."
+        )
+        raise ValueError(f"{name} cannot be sharded: {found.reason}. {advice}")
+    if partition == Kind.ELEMENTWISE.value and found.kind is Kind.WHOLE:
+        raise ValueError(
+            f'partition="elementwise" would cut tensors that {name} needs whole: {found.reason}. '
+            'Leave partition="auto", or say "whole".'
+        )
+    return Kind.WHOLE if partition == Kind.WHOLE.value else found.kind
+
+
+def update_cost(optimizer_class: type[Optimizer], shape: Sequence[int]) -> int:
+    """Work of updating one whole tensor, to balance owners by.
+
+    Muon's Newton-Schulz iteration multiplies a matrix with its Gram matrix on the shorter side;
+    for everything else the number of elements is as good as any guess. Only the balance, never
+    the result, depends on it, so recognising Muon's relatives by name is good enough.
+    """
+    numel = math.prod(shape)
+    if "muon" in optimizer_class.__name__.lower() and len(shape) >= 2 and numel:
+        short = min(shape[0], numel // shape[0])
+        return numel * short
+    return numel
+
+
+# ---------------------------------------------------------------------------- the probe
+
+
+class _CallsClosureAgain(Exception):
+    """The probed class evaluated its closure a second time within one step."""
+
+
+# Enough for classes that couple parameters only after some progress: DAdaptLion needs 25 to 40.
+_TOY_STEPS = 64
+# More elements, and longer rows, than the thresholds from which classes quantise or factorise.
+_LARGE_TOY = (144, 150)
+
+
+# Verdicts by class and options, so that a hundred groups of an unknown class cost one probe, and
+# one warning.
+_probed: weakref.WeakKeyDictionary[type[Optimizer], dict[str, Traits]] = weakref.WeakKeyDictionary()
+
+
+def _probe(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+) -> Traits:
+    floating = {str(dtype): dtype for dtype in dtypes if dtype.is_floating_point}
+    options = {k: v for k, v in options.items() if k not in _IMPLEMENTATION_OPTIONS}
+    # No class changes its kind with the learning rate, but one of zero, or a huge one, shows none.
+    if "lr" in options:
+        lr = options["lr"]
+        options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
+    options.pop("initial_lr", None)  # a scheduler's note
+    try:
+        signature = repr([sorted(floating), sorted((key, str(v)) for key, v in options.items())])
+    except Exception:  # options that cannot be shown are not remembered
+        return _try_out(optimizer_class, options, list(floating.values()))
+    verdicts = _probed.setdefault(optimizer_class, {})
+    if signature not in verdicts:
+        verdicts[signature] = _try_out(optimizer_class, options, list(floating.values()))
+    return verdicts[signature]
+
+
+def _try_out(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtypes: Sequence[torch.dtype]
+) -> Traits:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = _compare_toy_runs(optimizer_class, options)
+            if found.kind is not Kind.ELEMENTWISE:
+                return found
+            verdicts = (_compare_large_toys(optimizer_class, options, dtype) for dtype in dtypes)
+            return next((v for v in verdicts if v.kind is not Kind.ELEMENTWISE), found)
+        except _CallsClosureAgain:
+            return Traits(
+                Kind.GLOBAL,
+                "it evaluates its closure more than once per step, on parameters of which every "
+                "rank has moved only its own",
+            )
+        except Exception as error:  # the class may need anything: a device, an argument of step()
+            logger.warning(
+                "%s could not be tried out on toy tensors (%s: %s), so its tensors are kept whole. "
+                "If its update of a tensor depends on that tensor alone, this is right: say "
+                'partition="whole" to confirm it.',
+                optimizer_class.__name__,
+                type(error).__name__,
+                error,
+            )
+            return Traits(Kind.WHOLE, "it could not be tried out on toy tensors")
+
+
+def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Traits:
+    first, second = _Probe((4, 6), seed=1), _Probe((5, 3), seed=2)
+    alone = _run(optimizer_class, options, [first])
+    if not alone.values[0].isfinite().all() or torch.equal(alone.values[0], first.start):
+        raise ValueError("with these options its steps lead nowhere, so they show nothing")
+    together = _run(optimizer_class, options, [first, second])
+    second_alone = _run(optimizer_class, options, [second])
+    if alone.drew_random_numbers:
+        return Traits(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
+    if not (
+        torch.equal(alone.values[0], together.values[0])
+        and torch.equal(second_alone.values[0], together.values[1])
+    ):
+        return Traits(Kind.GLOBAL, "its update of one parameter depends on the other parameters")
+    if not alone.state_is_parameter_shaped:
+        return Traits(Kind.WHOLE, "its state is not shaped like the parameter")
+    try:
+        cut = _run(optimizer_class, options, first.cut(at=7))
+    except Exception:
+        return Traits(Kind.WHOLE, "it does not accept one-dimensional pieces")
+    if not cut.state_is_parameter_shaped:
+        return Traits(Kind.WHOLE, "its state is not shaped like the parameter")
+    if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
+        return Traits(Kind.WHOLE, "its update of an element depends on the rest of the tensor")
+    return _BY_ITSELF
+
+
+def _compare_large_toys(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
+) -> Traits:
+    """Some classes treat large tensors, or narrow dtypes, unlike small float32 ones."""
+    toy = _Probe(_LARGE_TOY, seed=3, steps=3, dtype=dtype)
+    alone = _run(optimizer_class, options, [toy])
+    # Where a vectorised loop may be cut without changing bits.
+    cut = _run(optimizer_class, options, toy.cut(at=64 * 101))
+    if alone.drew_random_numbers:
+        return Traits(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
+    if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
+        return Traits(Kind.WHOLE, f"its state of a large {dtype} tensor is not shaped like it")
+    if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
+        return Traits(
+            Kind.WHOLE, f"its update of an element of a large {dtype} tensor depends on the rest"
+        )
+    return _BY_ITSELF
+
+
+class _Probe:
+    """A small parameter and its gradients.
+
+    They are of very unequal size, so that no coupling can hide, and keep their direction, as those
+    of a loss that falls do: classes that estimate a step size from progress need to see some.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        seed: int,
+        steps: int = _TOY_STEPS,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        source = torch.Generator().manual_seed(seed)
+        scale = torch.logspace(-2, 1, math.prod(shape), dtype=torch.float32).reshape(shape)
+
+        def noise() -> torch.Tensor:
+            return torch.randn(shape, generator=source, dtype=torch.float32)
+
+        self.start = noise().to(dtype)
+        self.gradients = [((1 + noise() / 4) * scale).to(dtype) for _ in range(steps)]
+
+    def cut(self, at: int) -> list[_Probe]:
+        shards = []
+        for part in (slice(None, at), slice(at, None)):
+            shard = copy.copy(self)
+            shard.start = self.start.flatten()[part]
+            shard.gradients = [g.flatten()[part] for g in self.gradients]
+            shards.append(shard)
+        return shards
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    values: list[torch.Tensor]
+    state_is_parameter_shaped: bool
+    drew_random_numbers: bool
+
+
+def _run(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], toys: Sequence[_Probe]
+) -> _Run:
+    # Not torch.manual_seed: that would reseed accelerators too, whose state is not put back.
+    random = torch.default_generator.manual_seed(0).get_state()
+    params = [torch.nn.Parameter(toy.start.clone()) for toy in toys]
+    optimizer = optimizer_class(params, **copy.deepcopy(dict(options)))
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    step = step_without_hooks(optimizer)
+    takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+    for gradients in zip(*(toy.gradients for toy in toys), strict=True):
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+        _toy_step(step, takes_closure)
+    shaped = all(
+        value.shape in ((), param.shape)
+        for param in params
+        for value in _tensors(optimizer.state[param].values())
+    )
+    drew = not torch.equal(random, torch.default_generator.get_state())
+    return _Run([param.detach() for param in params], shaped, drew)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among state values; one that is no plain tensor counts as oddly shaped."""
+    found = []
+    for value in values:
+        if type(value) is torch.Tensor:
+            found.append(value)
+        elif isinstance(value, (torch.Tensor, list, tuple, dict)):
+            found.append(torch.empty(0, 0, 0))
+    return found
+
+
+def _toy_step(step: Callable[..., Any], takes_closure: bool) -> None:
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise _CallsClosureAgain
+        return torch.tensor(0.0)
+
+    step(closure=closure) if takes_closure else step()
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """``optimizer.step`` without the wrapper that torch puts around it for hooks and profiling.
+
+    Why: the wrapper runs the *global* step hooks, which belong to the user's one step and not to
+    the steps that we take inside it. Hooks of the instance itself are kept.
+    """
+    function: Any = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before, after = step_hooks(optimizer)
+        for pre_hook in before.values():
+            changed = pre_hook(optimizer, (optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed
+        result = function(optimizer, *args, **kwargs)
+        for post_hook in after.values():
+            post_hook(optimizer, (optimizer, *args), kwargs)
+        return result
+
+    return step
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_torch_class(name: str) -> bool:
+    """Whether a class is one of torch.optim: these keep all their state by parameter, in a form
+    that does not change."""
+    return name.startswith("torch.optim.")
+
+
+_TOY_SHAPE = (2, 3)
+_SMALL = 4
+_MANY_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StateTemplate:
+    """An optimizer class with the options of a group."""
+
+    optimizer_class: type[Optimizer]
+    construct: Callable[[torch.Tensor], Optimizer]
+    lr: Any
+
+    def state_for_cut(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """State by key for a parameter that is cut: a toy's. Tensors are toy-shaped or scalars."""
+        return self._step_on(torch.zeros(_TOY_SHAPE, dtype=dtype, device=device))
+
+    def state_for(self, param: torch.Tensor) -> dict[str, Any]:
+        """State by key for a whole parameter like this one; its tensors may hold nothing."""
+        try:
+            return self._step_on(torch.empty_like(param, device="meta"))
+        except Exception:  # it looks at values, which a meta tensor has not
+            return self._step_on(torch.zeros_like(param))
+
+    def changes_form(self, param: torch.Tensor) -> bool:
+        """Whether the state of a parameter like this one comes to have other keys, lengths or
+        shapes than after its first step. Found out on a small one."""
+
+        def state_after(steps: int) -> dict[str, Any]:
+            sizes = [min(size, _SMALL) for size in param.shape]
+            toy = torch.zeros(sizes, dtype=param.dtype, device=param.device)
+            return self._step_on(toy, steps)
+
+        try:
+            return bool(form_of(state_after(1)) != form_of(state_after(_MANY_STEPS)))
+        except Exception:  # it takes no such toy; nothing is known against it
+            return False
+
+    def _step_on(self, values: torch.Tensor, steps: int = 1) -> dict[str, Any]:
+        stand_in = torch.nn.Parameter(values.detach())
+        optimizer = self.construct(stand_in)
+        if hasattr(optimizer, "train"):  # schedule-free ones step in that mode only
+            optimizer.train()
+        for _ in range(steps):
+            stand_in.grad = torch.zeros_like(stand_in)
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                stand_in.grad = torch.ones_like(stand_in).to_sparse()
+            self._try_step(optimizer)
+        return dict(optimizer.state.get(stand_in, {}))
+
+    def _try_step(self, optimizer: Optimizer) -> None:
+        try:
+            step_without_hooks(optimizer)()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{class_name(self.optimizer_class)} cannot take a step with the options that it "
+                f"has: {shown(error, longest=200)}"
+            ) from error
+
+    @property
+    def _starts(self) -> Mapping[str, Any]:
+        classes = (cls for cls in self.optimizer_class.__mro__ if cls in _STARTS)
+        return _STARTS.get(next(classes, Optimizer), {})
+
+    def is_marked(self, key: str) -> bool:
+        """Whether a state begins with negative zeros."""
+        return key not in self._starts
+
+    def start_of(self, key: str) -> float:
+        """The value with which a state begins; -0.0 unless the class is known to start elsewhere.
+
+        >>> StateTemplate(torch.optim.NAdam, ..., lr=0.1).start_of("mu_product")
+        1.0
+        """
+        known = self._starts.get(key, -0.0)
+        return float(self.lr) if known is _LR else float(known)
+
+
+_LR: Any = object()
+_STARTS: Mapping[type[Optimizer], Mapping[str, Any]] = {
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.ASGD: {"eta": _LR, "mu": 1.0},
+    torch.optim.Rprop: {"step_size": _LR},
+}
+
+
+def is_toy_shaped(value: torch.Tensor) -> bool:
+    return tuple(value.shape) == _TOY_SHAPE
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in tensors_in(item)]
+    return []
+
+
+def form_of(value: Any) -> Any:
+    """The containers, keys and shapes of a state, without its values."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {key: form_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [form_of(item) for item in value]
+    return None
+
+
+def number_at_start(value: Any) -> Any:
+    """A plain value of a state as it is before the first step."""
+    return type(value)(0) if type(value) in (int, float) else value
+
+
+_PRIMES = (131, 137, 139, 149, 151, 157)
+_LARGE = 128  # classes that factorise do so from about this size on
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """State of an elementwise class, by key: bytes for each element, and for each piece."""
+
+    per_element: tuple[tuple[str, int], ...]
+    per_piece: tuple[tuple[str, int], ...]
+
+    def bytes_for(self, elements: int, shards: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for counts, times in ((self.per_element, elements), (self.per_piece, shards)):
+            for key, size in counts:
+                found[key] = found.get(key, 0) + size * times
+        return found
+
+
+def maker_of(
+    cls: type[Optimizer], group: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> StateTemplate:
+    """Makes fresh optimizers of a group's class with its options."""
+    options = {**defaults, **options_of(group)}
+    return StateTemplate(cls, lambda stand_in: cls([stand_in], **options), options.get("lr", 0.0))
+
+
+def recipe_for_cut(maker: StateTemplate, dtype: torch.dtype) -> Recipe:
+    per_element, per_piece = {}, {}
+    for key, value in maker.state_for_cut(dtype, torch.device("cpu")).items():
+        tensors = tensors_in(value)
+        per_element[str(key)] = sum(t.element_size() for t in tensors if is_toy_shaped(t))
+        per_piece[str(key)] = _nbytes(t for t in tensors if not is_toy_shaped(t))
+    return Recipe(_present(per_element), _present(per_piece))
+
+
+def state_of_whole(
+    maker: StateTemplate, shape: Sequence[int], dtype: torch.dtype
+) -> dict[str, int]:
+    """Bytes of the state of a whole parameter, by key."""
+    try:
+        state = maker.state_for(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        originals: dict[int, int] = {}
+    except Exception:  # it looks at values, which a meta tensor has not
+        small, originals = _small(shape)
+        state = maker.state_for(torch.zeros(small, dtype=dtype))
+    found = {
+        str(key): sum(_real_numel(t, originals) * t.element_size() for t in tensors_in(value))
+        for key, value in state.items()
+    }
+    return dict(_present(found))
+
+
+def _small(shape: Sequence[int]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """A small shape, and the real size for each of the primes in it."""
+    primes = iter(_PRIMES)
+    small, originals = [], {}
+    for size in shape:
+        stand_in = size if size < _LARGE else next(primes, size)
+        small.append(stand_in)
+        if stand_in != size:
+            originals[stand_in] = size
+    return tuple(small), originals
+
+
+def _real_numel(tensor: torch.Tensor, originals: Mapping[int, int]) -> int:
+    """Elements of a state tensor, if the parameter had its real size.
+
+    >>> _real_numel(torch.empty(131, 3), {131: 4096})
+    12288
+    """
+    return math.prod(_real_size(size, originals) for size in tensor.shape)
+
+
+def _real_size(size: int, originals: Mapping[int, int]) -> int:
+    factor = 1
+    for prime, original in originals.items():
+        while size and size % prime == 0:
+            size, factor = size // prime, factor * original
+    return size * factor
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _present(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((key, count) for key, count in sorted(counts.items()) if count)

@@ -1,0 +1,513 @@
+"""The user's optimizer class, unmodified, on the shards that this rank owns."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.comm.stats import Phase, named
+from onecopy.planning.param_groups import MASTER, update_dtype
+from onecopy.planning.plan import Plan
+from onecopy.planning.traits import class_name, is_torch_class, options_of, step_without_hooks
+from onecopy.sharding.owned import MasterCopies, OwnedShard, OwnedShards
+from onecopy.torch_private import step_hooks
+
+
+@dataclass(slots=True)
+class Inner:
+    """One optimizer class on this rank, and the numbers of the groups that it serves."""
+
+    optimizer: Optimizer
+    groups: list[int]
+
+    @property
+    def steps_by_bucket(self) -> bool:
+        """Whether it may be stepped on a part of its parameters at a time: a class that keeps all
+        its state by parameter, as torch's do. Others may count their steps."""
+        optimizer = self.optimizer
+        return is_torch_class(class_name(type(optimizer))) and not any(step_hooks(optimizer))
+
+    @contextlib.contextmanager
+    def narrowed(self, params: Mapping[int, list[torch.Tensor]]) -> Iterator[None]:
+        """While the block runs, there are these groups only, with these parameters."""
+        groups = self.optimizer.param_groups
+        before = [(groups[number], groups[number]["params"]) for number in params]
+        for (group, _), some in zip(before, params.values(), strict=True):
+            group["params"] = some
+        self.optimizer.param_groups = [group for group, _ in before]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = groups
+            for group, everything in before:
+                group["params"] = everything
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """What an inner optimizer was, to go back to."""
+
+    inner: Inner
+    groups: list[int]
+    state: MutableMapping[Any, Any]
+    state_entries: dict[Any, Any]
+    param_groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each with a copy of it
+
+    @classmethod
+    def of(cls, inner: Inner) -> _Snapshot:
+        state = inner.optimizer.state
+        param_groups = [(group, dict(group)) for group in inner.optimizer.param_groups]
+        return cls(inner, list(inner.groups), state, dict(state), param_groups)
+
+    def restore(self) -> None:
+        self.state.clear()
+        self.state.update(self.state_entries)
+        for group, before in self.param_groups:
+            group.clear()
+            group.update(before)
+        self.inner.groups = self.groups
+        self.inner.optimizer.state = self.state  # type: ignore[assignment]
+        self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
+
+
+class OwnedState(MutableMapping[torch.Tensor, Any]):
+    """The state of what this rank owns, keyed by the tensors of the inner optimizers.
+
+    True even when empty. Why: torch's checkpoint helpers take a false ``state`` for one that has
+    yet to be made, and make it by stepping the live optimizer.
+    """
+
+    def __init__(self, inners: Callable[[], Sequence[Inner]]) -> None:
+        self._inners = inners
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, tensor: torch.Tensor) -> Any:
+        return self._holder(tensor)[tensor]
+
+    def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        self._holder(tensor)[tensor] = value
+
+    def __delitem__(self, tensor: torch.Tensor) -> None:
+        del self._holder(tensor)[tensor]
+
+    def _holder(self, tensor: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+        for inner in self._inners():
+            if tensor in inner.optimizer.state:
+                return inner.optimizer.state
+        raise KeyError(
+            "this rank holds no state under that tensor: no step has made any yet, or it is not "
+            'one of its tensors, which are in optimizer.optim.param_groups[i]["params"], since a '
+            "parameter may be cut over the ranks"
+        )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for inner in self._inners():
+            yield from inner.optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(inner.optimizer.state) for inner in self._inners())
+
+
+class RunClosure:
+    """A closure that has been run: gives its loss to the inner optimizers, once to each.
+
+    Why not the closure itself: it would run once per class and per rank as its optimizer pleases,
+    and every run is a backward in which all ranks must take part.
+    """
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self.loss = closure()
+
+    def once(self) -> Callable[[], Any]:
+        """The closure for one inner optimizer, which may call it once."""
+        calls = 0
+
+        def loss() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError(
+                    "this optimizer class evaluates its closure more than once per step. Sharded, "
+                    "that cannot work: in between, each rank has moved only its own parameters"
+                )
+            return self.loss
+
+        return loss
+
+
+# The gradients of this rank's pieces in a bucket; None: those of the parameters themselves.
+GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
+
+
+def of_the_parameters(_: int) -> None:
+    """The ``GradientsOf`` of drop-in mode."""
+
+
+class Course(Protocol):
+    """Who is told how a step goes."""
+
+    def before(self, bucket: int) -> None:
+        """Nothing of the bucket has changed yet."""
+
+    def changing(self) -> None:
+        """From here on, something has."""
+
+    def after(self, bucket: int) -> None:
+        """This rank's part of the bucket is up to date."""
+
+
+Portion = tuple[Inner, dict[int, list[torch.Tensor]]]  # what it has in a bucket, by its groups
+
+
+class InnerOptimizers:
+    """All inner optimizers as one: ``param_groups`` and ``state`` as a plain optimizer has them."""
+
+    def __init__(
+        self,
+        default_class: type[Optimizer],
+        defaults: Mapping[str, Any],
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.master_dtype = master_dtype
+        self._held = OwnedShards()
+        self.masters = MasterCopies(self._held)
+        # What is in which bucket, until pieces or groups change.
+        self._known_portions: dict[int, list[Portion]] | None = None
+        self._inners: dict[type[Optimizer], Inner] = {}
+        self._default_class = default_class
+        self._defaults = dict(defaults)
+        self.state = OwnedState(lambda: self.inners)
+
+    # ------------------------------------------------------------------ parameters and groups
+
+    @property
+    def shards(self) -> list[OwnedShard]:
+        """This rank's pieces, in the order of the plan."""
+        return self._held.shards
+
+    def shards_in(self, bucket: int) -> list[OwnedShard]:
+        """Those in a bucket."""
+        return self._held.in_bucket.get(bucket, [])
+
+    def own(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
+        """Take over this rank's pieces of the parameters that the plan gained."""
+        known = {owned.shard.param for owned in self.shards}
+        for shard in plan.shards(rank):
+            if shard.param not in known:
+                cut = shard.param in plan.cut_params
+                self._held.add(OwnedShard.of(shard, params[shard.param], cut, self.master_dtype))
+
+    def disown(self) -> None:
+        """Let go of all pieces and of their state, to own those of another plan."""
+        self._held = OwnedShards()
+        for inner in self._inners.values():
+            for key in [key for key in inner.optimizer.state if isinstance(key, torch.Tensor)]:
+                del inner.optimizer.state[key]
+
+    def build(
+        self, groups: Sequence[Mapping[str, Any]], classes: Sequence[type[Optimizer]]
+    ) -> None:
+        """Construct one inner optimizer per class, on its groups.
+
+        The constructor's keywords go to the groups of the constructor's class; groups with a
+        class of their own bring their own options.
+        """
+        if self._defaults and self._default_class not in classes:
+            raise ValueError(
+                f"{', '.join(self._defaults)} would have no effect: they are options for "
+                f"{self._default_class.__name__}, and every group has an optimizer_class of its "
+                "own. Put them into the groups"
+            )
+        for cls in dict.fromkeys(classes):
+            numbers = [i for i, of_group in enumerate(classes) if of_group is cls]
+            optimizer = self.construct(cls, [self._inner_group(groups[i]) for i in numbers])
+            self._inners[cls] = Inner(optimizer, numbers)
+
+    def add_group(self, number: int, group: Mapping[str, Any], cls: type[Optimizer]) -> None:
+        inner = self._inners.get(cls)
+        inner_group = self._inner_group(group)
+        if inner is None:
+            self._inners[cls] = Inner(self.construct(cls, [inner_group]), [number])
+        else:
+            inner.optimizer.add_param_group(inner_group)
+            inner.groups.append(number)
+            self._complete_state(inner.optimizer, inner_group, inner_group["params"])
+
+    def refill_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """List newly owned pieces in the groups of their parameters."""
+        for inner in self._inners.values():
+            for number, inner_group in zip(inner.groups, inner.optimizer.param_groups, strict=True):
+                known = set(inner_group["params"])
+                inner_group["params"] = self._inner_group(groups[number])["params"]
+                new = [tensor for tensor in inner_group["params"] if tensor not in known]
+                self._complete_state(inner.optimizer, inner_group, new)
+
+    def construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+        made = cls(groups, **(self._defaults if cls is self._default_class else {}))
+        if not isinstance(made, Optimizer) or len(getattr(made, "param_groups", ())) != len(groups):
+            raise TypeError(
+                f"{cls.__name__}(...) has not made an optimizer with the groups that it was given: "
+                "does its __init__ call that of torch.optim.Optimizer?"
+            )
+        return made
+
+    def _complete_state(
+        self, optimizer: Optimizer, group: Mapping[str, Any], new: Sequence[torch.Tensor]
+    ) -> None:
+        """Give late-comers the state that some classes make only in the constructor."""
+        for tensor, state in self.state_made_at_once(type(optimizer), group, new).items():
+            optimizer.state.setdefault(tensor, state)
+
+    def state_made_at_once(
+        self, cls: type[Optimizer], group: Mapping[str, Any], params: Sequence[torch.Tensor]
+    ) -> dict[torch.Tensor, Any]:
+        """The state that ``cls`` makes in its constructor, as Adagrad does; mostly nothing."""
+        if not params:
+            return {}
+        toy = torch.nn.Parameter(torch.zeros(2, 2))
+        options = options_of(group)
+        try:
+            if not self.construct(cls, [{"params": [toy], **options}]).state:
+                return {}
+        except Exception:  # a class that takes no such toy is not one that makes state at once
+            return {}
+        like = {p: self._in_master_dtype(p) for p in params}
+        made = self.construct(cls, [{"params": list(like.values()), **options}]).state
+        return {param: made[tensor] for param, tensor in like.items() if tensor in made}
+
+    def _in_master_dtype(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter as its inner optimizer would see it."""
+        dtype = update_dtype(param.dtype, self.master_dtype)
+        return param if dtype == param.dtype else torch.nn.Parameter(param.detach().to(dtype))
+
+    def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""
+        tensors = [owned.tensor for param in group["params"] for owned in self.of(param)]
+        return {"params": tensors, **options_of(group)}
+
+    def snapshot(self) -> Callable[[], None]:
+        """A function that undoes whatever happens to pieces, groups and state after this.
+
+        Containers are remembered, not copied tensors: only a step changes those.
+        """
+        shards = list(self.shards)
+        inners = dict(self._inners)
+        before = [_Snapshot.of(inner) for inner in inners.values()]
+
+        def undo() -> None:
+            self._held, self._inners = OwnedShards(shards), inners
+            for inner in before:
+                inner.restore()
+            self.rebind()
+
+        return undo
+
+    def of(self, param: torch.Tensor) -> list[OwnedShard]:
+        """This rank's pieces of a parameter."""
+        return self._held.of.get(param, [])
+
+    def rebind(self) -> None:
+        """Pieces, groups, or the memory of the parameters are others."""
+        for owned in self.shards:
+            owned.rebind()
+        self.masters = MasterCopies(self._held)
+        self._known_portions = None
+
+    # ------------------------------------------------------------------ as one optimizer
+
+    @property
+    def inners(self) -> list[Inner]:
+        return list(self._inners.values())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner groups, in the order of the user's."""
+        numbered = {
+            number: group
+            for inner in self._inners.values()
+            for number, group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
+        }
+        return [numbered[number] for number in sorted(numbered)]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The full defaults of the constructor's class, as it completed them."""
+        inner = self._inners.get(self._default_class)
+        return dict(self._defaults) if inner is None else inner.optimizer.defaults
+
+    def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Forget all state; take over this, which is keyed by our tensors."""
+        homes = {
+            tensor: inner.optimizer.state
+            for inner in self._inners.values()
+            for group in inner.optimizer.param_groups
+            for tensor in group["params"]
+        }
+        entries = dict(state)  # it may be a view of what is about to be forgotten
+        unknown = [key for key in entries if key not in homes]
+        if unknown:
+            raise KeyError(
+                "the new state has keys that are not tensors of this rank's pieces, which are in "
+                'optimizer.optim.param_groups[i]["params"]'
+            )
+        for inner in self._inners.values():
+            inner.optimizer.state.clear()
+        for tensor, value in entries.items():
+            homes[tensor][tensor] = value
+
+    def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The user's options, as a scheduler may have changed them, to the inner optimizers."""
+        for inner_group, group in zip(self.param_groups, groups, strict=True):
+            inner_group.update(options_of(group))
+
+    def options_out(self, groups: Sequence[MutableMapping[str, Any]]) -> None:
+        """The inner options, defaults and new ones included, to the user's groups."""
+        for inner_group, group in zip(self.param_groups, groups, strict=True):
+            group.update(options_of(inner_group))
+
+    # ------------------------------------------------------------------ step
+
+    def step(
+        self,
+        closure: Any,
+        kwargs: Mapping[str, Any],
+        gradients: GradientsOf,
+        order: Sequence[int],
+        course: Course,
+    ) -> Any:
+        """Step every inner optimizer once; the first one's result.
+
+        It happens bucket by bucket, in this order, where the class allows it; ``course`` is told
+        of each bucket at once, so that it travels while the next one is computed.
+        """
+        is_plain = not kwargs and (closure is None or isinstance(closure, RunClosure))
+        result = closure.loss if isinstance(closure, RunClosure) else None
+        by_bucket = [i for i in self._inners.values() if is_plain and i.steps_by_bucket]
+        some_step_at_once = len(by_bucket) < len(self._inners)
+        if some_step_at_once:
+            for bucket in order:
+                course.before(bucket)
+        for number, inner in enumerate(self._inners.values()):
+            if inner in by_bucket:
+                continue
+            given = dict(kwargs)
+            if closure is not None:
+                given["closure"] = closure.once() if isinstance(closure, RunClosure) else closure
+            with self._bound(order, gradients), self._kept_in_place():
+                course.changing()
+                own = step_without_hooks(inner.optimizer)(**given)
+            result = own if number == 0 else result
+        for bucket in order:
+            if not some_step_at_once:
+                course.before(bucket)
+            portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
+            if portions:
+                with self._bound([bucket], gradients), named(Phase.STEP, bucket):
+                    course.changing()
+                    for inner, params in portions:
+                        with inner.narrowed(params):
+                            step_without_hooks(inner.optimizer)()
+            course.after(bucket)
+        return result
+
+    def _portions(self) -> dict[int, list[Portion]]:
+        """Which inner optimizers have something in which bucket, and what, by their groups."""
+        if self._known_portions is None:
+            self._known_portions = self._find_portions()
+        return self._known_portions
+
+    def _find_portions(self) -> dict[int, list[Portion]]:
+        bucket_of = {owned.tensor: owned.shard.bucket for owned in self.shards}
+        found: dict[int, list[Portion]] = {}
+        for inner in self._inners.values():
+            of_inner: dict[int, dict[int, list[torch.Tensor]]] = {}
+            for number, group in enumerate(inner.optimizer.param_groups):
+                for tensor in group["params"]:
+                    groups = of_inner.setdefault(bucket_of[tensor], {})
+                    groups.setdefault(number, []).append(tensor)
+            for bucket, params in of_inner.items():
+                found.setdefault(bucket, []).append((inner, params))
+        return found
+
+    @contextlib.contextmanager
+    def _bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
+        """The pieces in these buckets have gradients; the user's own come back afterwards."""
+        bound: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        held = self._held
+        try:
+            for bucket in buckets:
+                given = gradients(bucket)
+                if given is None:
+                    for owned in held.lent.get(bucket, ()):
+                        tensor = owned.tensor
+                        bound.append((tensor, tensor.grad))
+                        tensor.grad = owned.part_of(owned.param.grad)
+                else:
+                    for owned, grad in zip(held.in_bucket.get(bucket, ()), given, strict=True):
+                        tensor = owned.tensor
+                        bound.append((tensor, tensor.grad))
+                        tensor.grad = owned.fitting(grad) if held.masters else grad
+            yield
+        finally:
+            for tensor, grad in bound:
+                tensor.grad = grad
+
+    @contextlib.contextmanager
+    def _kept_in_place(self) -> Iterator[None]:
+        """A class may give its parameters other memory (``p.data = ...``): the values come back."""
+        homes = [(owned.tensor, owned.tensor.data) for owned in self.shards]
+        try:
+            yield
+        finally:
+            for tensor, home in homes:
+                if tensor.data_ptr() != home.data_ptr():
+                    home.copy_(tensor.data)
+                    tensor.data = home
+
+    def by_bucket(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> dict[int, list[torch.Tensor | None]]:
+        """Gradients of all pieces, in the order of the plan, by their buckets."""
+        found: dict[int, list[torch.Tensor | None]] = collections.defaultdict(list)
+        for owned, grad in zip(self.shards, gradients, strict=True):
+            found[owned.shard.bucket].append(grad)
+        return found
+
+    # ------------------------------------------------------------------ master copies
+
+    def state_to_save(self, owned: OwnedShard) -> Mapping[str, Any] | None:
+        """The state of a piece as it is saved, with its master copy.
+
+        Not with that alone if it says nothing: a class would take it for state that is complete.
+        """
+        state: Mapping[str, Any] | None = self.state.get(owned.tensor)
+        if owned.has_master and (state or owned.is_ahead):
+            return {**(state or {}), MASTER: owned.tensor.detach()}
+        return state
+
+    # ------------------------------------------------------------------ copying
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InnerOptimizers:
+        """Pieces of the copied parameters."""
+        defaults = copy.deepcopy(self._defaults, memo)
+        new = type(self)(self._default_class, defaults, self.master_dtype)
+        memo[id(self)] = new
+        for owned in self.shards:
+            copied = owned.copied_to(copy.deepcopy(owned.param, memo))
+            memo[id(owned.tensor)] = copied.tensor
+            new._held.add(copied)
+        new._inners = {
+            cls: Inner(copy.deepcopy(inner.optimizer, memo), list(inner.groups))
+            for cls, inner in self._inners.items()
+        }
+        return new

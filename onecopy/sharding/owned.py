@@ -1,0 +1,204 @@
+"""What this rank owns of each parameter, as the inner optimizers know it.
+
+A piece is known by a tensor: the user's own parameter where the piece is all of it, a 1-D view of
+it where it is a part, or a *master copy* of either in a wider dtype (``master_dtype``).
+
+The parameters are the truth, and master copies add digits to them: what somebody else writes into a
+parameter (``module.load_state_dict``, ``clamp_``) counts, and its master follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from onecopy.planning.layout import flat_range, in_layout_of
+from onecopy.planning.param_groups import grad_dtype, update_dtype
+from onecopy.planning.plan import Shard
+from onecopy.sharding.buffers import CopyList
+from onecopy.torch_private import version_of
+
+
+@dataclass(slots=True, eq=False)
+class OwnedShard:
+    """A piece of this rank, and the tensor by which the inner optimizer knows it."""
+
+    shard: Shard
+    param: torch.Tensor  # the user's
+    tensor: torch.Tensor  # `param` itself, a 1-D view of it, or a master copy
+    is_cut: bool  # the tensor is 1-D; else it has the parameter's shape
+    # Of a master copy: the version of the parameter that it last followed ...
+    followed: int | None = None
+    # ... and whether it was loaded since a step, maybe before the parameter itself is loaded.
+    is_loaded: bool = False
+
+    @classmethod
+    def of(
+        cls, shard: Shard, param: torch.Tensor, cut: bool, master_dtype: torch.dtype | None
+    ) -> OwnedShard:
+        tensor = param
+        if cut:
+            tensor = torch.nn.Parameter(flat_range(param.detach(), shard.start, shard.stop))
+        dtype = update_dtype(param.dtype, master_dtype)
+        if dtype != param.dtype:
+            tensor = torch.nn.Parameter(tensor.detach().to(dtype))
+        elif cut and grad_dtype(param) != tensor.dtype:
+            tensor.grad_dtype = grad_dtype(param)
+        return cls(shard, param, tensor, cut)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.is_cut
+
+    @property
+    def has_master(self) -> bool:
+        return self.tensor.dtype != self.param.dtype
+
+    @property
+    def is_param(self) -> bool:
+        return self.tensor is self.param
+
+    def values(self) -> torch.Tensor:
+        """The piece itself, in the memory of the parameter and unseen by autograd."""
+        memory = self.param.data
+        return flat_range(memory, self.shard.start, self.shard.stop) if self.is_cut else memory
+
+    def rebind(self) -> None:
+        """Follow the parameter to the memory it has now."""
+        if self.has_master:
+            self.tensor.data = self.tensor.data.to(self.param.device)
+        elif self.is_cut:
+            self.tensor.data = flat_range(self.param.detach(), self.shard.start, self.shard.stop)
+
+    def part_of(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The tensor's gradient, from that of the whole parameter; without a copy if it can be."""
+        if grad is None or not self.is_cut:
+            return self.fitting(grad)
+        laid_out = in_layout_of(self.param, grad)
+        return self.fitting(flat_range(laid_out, self.shard.start, self.shard.stop))
+
+    def fitting(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient of the piece in the dtype that the tensor takes."""
+        return grad.to(self.tensor.dtype) if grad is not None and self.has_master else grad
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it has a master copy that says more than the parameter."""
+        return self.has_master and not torch.equal(
+            self.tensor.detach(), self.values().to(self.tensor.dtype)
+        )
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody may have written into the parameter since its master followed it."""
+        return self.followed != version_of(self.param)
+
+    @torch.no_grad()
+    def follow_param(self) -> None:
+        """Take over what was written into the parameter; elsewhere the master keeps its digits."""
+        values = self.values()
+        changed = self.tensor.to(values.dtype) != values
+        # Whether there are any is not asked: the answer would have to come from the device.
+        self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
+        self.agrees()
+
+    def agrees(self) -> None:
+        """The parameter is what the master says."""
+        self.followed, self.is_loaded = version_of(self.param), False
+
+    @torch.no_grad()
+    def load_master(self, saved: torch.Tensor | None) -> None:
+        """Take a copy that was loaded; None: make it anew from the parameter."""
+        self.tensor.copy_(self.values() if saved is None else saved)
+        self.followed, self.is_loaded = version_of(self.param), True
+
+    def copied_to(self, param: torch.Tensor) -> OwnedShard:
+        """The same of a copy of the parameter: a copied view would alias nothing."""
+        master_dtype = self.tensor.dtype if self.has_master else None
+        new = OwnedShard.of(self.shard, param, self.is_cut, master_dtype)
+        if self.has_master:
+            new.tensor.data.copy_(self.tensor.data)
+            new.followed = None if self.is_behind else version_of(param)
+            new.is_loaded = self.is_loaded
+        return new
+
+
+class OwnedShards:
+    """This rank's pieces: in the order of the plan, by parameter and by bucket."""
+
+    def __init__(self, shards: Iterable[OwnedShard] = ()) -> None:
+        self.shards: list[OwnedShard] = []
+        self.of: dict[torch.Tensor, list[OwnedShard]] = {}
+        self.in_bucket: dict[int, list[OwnedShard]] = {}
+        # Those that are not the user's parameters, and need to be given gradients; without
+        # masters no more than a few per bucket.
+        self.lent: dict[int, list[OwnedShard]] = {}
+        self.masters: list[OwnedShard] = []
+        for owned in shards:
+            self.add(owned)
+
+    def add(self, owned: OwnedShard) -> None:
+        bucket = owned.shard.bucket
+        self.shards.append(owned)
+        self.of.setdefault(owned.param, []).append(owned)
+        self.in_bucket.setdefault(bucket, []).append(owned)
+        if not owned.is_param:
+            self.lent.setdefault(bucket, []).append(owned)
+        if owned.has_master:
+            self.masters.append(owned)
+
+
+class MasterCopies:
+    """The master copies of a rank."""
+
+    def __init__(self, holdings: OwnedShards) -> None:
+        self._shards = holdings.masters
+        self._copies: dict[int, CopyList] = {}
+        for owned in self._shards:
+            copies = self._copies.setdefault(owned.shard.bucket, CopyList())
+            copies.add(owned.values(), owned.tensor.detach())
+
+    def write_back(self, bucket: int) -> None:
+        """Round a bucket's masters into the parameters."""
+        if bucket in self._copies:
+            self._copies[bucket].run()
+
+    def remember(self) -> None:
+        """The parameters are what the masters say."""
+        for owned in self._shards:
+            owned.agrees()
+
+    def forget(self) -> None:
+        """The parameters have other memory, with whatever in it."""
+        for owned in self._shards:
+            owned.followed = None
+
+    def load(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Master copies that were loaded, by our tensors; others are made anew."""
+        for owned in self._shards:
+            owned.load_master(saved.get(owned.tensor))
+
+    def follow_writes(self) -> bool:
+        """Take over what somebody else has written into the parameters, before masters are saved.
+        What was loaded stays, until the parameter is written to: that may be loaded next. Whether
+        there may have been anything."""
+        behind = [owned for owned in self._shards if owned.is_behind]
+        for owned in behind:
+            owned.follow_param()
+        return bool(behind)
+
+    def are_behind(self) -> bool:
+        """Whether ``follow_params`` would change one."""
+        return any(owned.is_loaded or owned.is_behind for owned in self._shards)
+
+    def follow_params(self) -> None:
+        """Before parameters are updated: they are the truth, also for what was loaded."""
+        for owned in self._shards:
+            if owned.is_loaded or owned.is_behind:
+                owned.follow_param()
+
+    def tell_autograd(self) -> None:
+        """That ``write_back`` has changed the parameters, without passing through autograd."""
+        torch.autograd.graph.increment_version([owned.param for owned in self._shards])

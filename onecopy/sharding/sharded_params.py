@@ -1,0 +1,365 @@
+"""The plan, the owned shards and their memory, which change together or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import operator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from onecopy.comm.group import RankGroup
+from onecopy.planning.param_groups import GroupPolicy, ParamRegistry
+from onecopy.planning.plan import Plan
+from onecopy.sharding.all_gather import AllGatherQueue, StagingLender
+from onecopy.sharding.buffers import FlatStorage
+from onecopy.sharding.inner import GradientsOf, InnerOptimizers
+from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
+from onecopy.sharding.same_order import require_same_order
+
+
+class StepPhase(enum.Enum):
+    READY = "ready"
+    STEPPING = "stepping"  # and nothing has changed yet
+    CHANGING = "changing"  # this rank's parameters, or what it holds of the others'
+    TORN = "torn"  # a step has failed while it changed them, or a load at its end
+
+
+class StepStatus:
+    """The state, and the reason why an optimizer cannot be used."""
+
+    def __init__(self) -> None:
+        self.state = StepPhase.READY
+        self._step = 0
+        self._updated = self._buckets = 0
+        self._refusal = ""
+
+    @contextlib.contextmanager
+    def stepping(self, step: int, buckets: int) -> Iterator[None]:
+        """Around a step; ``changes`` and ``updated`` are to be called in it."""
+        self.state, self._step, self._updated, self._buckets = StepPhase.STEPPING, step, 0, buckets
+        try:
+            yield
+        except BaseException as error:
+            if self.state is StepPhase.CHANGING:
+                self._tear(
+                    f"step {self._step} failed after {self._updated} of {self._buckets} buckets "
+                    f"({_in_a_line(error)}): a part of the parameters and of the state is updated, "
+                    "another is not. Load a checkpoint of the model and of the optimizer, on all "
+                    "ranks"
+                )
+            else:
+                self.state = StepPhase.READY
+            raise
+        self.state = StepPhase.READY
+
+    def changes(self) -> None:
+        """From here on there is no way back."""
+        self.state = StepPhase.CHANGING
+
+    def updated(self) -> None:
+        """Another bucket has been updated."""
+        self.state = StepPhase.CHANGING
+        self._updated += 1
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the end of a load, from which there is no way back. Then all is well again."""
+        try:
+            yield
+        except BaseException as error:
+            self._tear(
+                f"loading has failed in the middle ({_in_a_line(error)}): a part of the state is "
+                "the new one, another is not. Load again, on all ranks"
+            )
+            raise
+        self.state = StepPhase.READY
+
+    def _tear(self, refusal: str) -> None:
+        self.state, self._refusal = StepPhase.TORN, refusal
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the optimizer cannot be used, and what helps."""
+        return self._refusal if self.state is StepPhase.TORN else None
+
+    def require_whole(self) -> None:
+        """Raise if something has failed in the middle."""
+        refusal = self.refusal
+        if refusal is not None:
+            raise RuntimeError(refusal)
+
+
+def _in_a_line(error: BaseException) -> str:
+    summary, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {summary}"
+
+
+Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
+
+
+class GradientBuffers(Protocol):
+    """Somebody who must know of every change of the plan or of the memory."""
+
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
+    @property
+    def lender(self) -> StagingLender: ...
+
+
+class ShardedParams:
+    def __init__(
+        self, rank_group: RankGroup, local: InnerOptimizers, plan: Plan, bucket_view: bool
+    ) -> None:
+        self.local = local
+        self.plan = plan  # of nothing, at first
+        self.registry = ParamRegistry()
+        self.is_confirmed = True  # all ranks are known to hold the same plan
+        self._rank_group = rank_group
+        self._homes = FlatStorage() if bucket_view else None
+        self.all_gathers = AllGatherQueue(rank_group)
+        self.gathers_lazily = False  # leave the waiting to who uses the parameters
+        self._memory = MemoryWatch()
+        self._in_modules = ModuleWatch(())
+        self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
+        self.follower: GradientBuffers | None = None  # in attached mode
+        self._unsent: list[int] = []  # buckets, of the present step
+
+    # ------------------------------------------------------------------ changing
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """If the block raises, roster, plan, pieces and state are as before."""
+        registry, plan, confirmed = self.registry, self.plan, self.is_confirmed
+        in_modules = self._in_modules
+        undo_local = self.local.snapshot()
+        try:
+            yield
+        except BaseException:  # an interrupted load, too, leaves everything as it was
+            self.registry, self.plan, self.is_confirmed = registry, plan, confirmed
+            self._in_modules = in_modules
+            undo_local()
+            raise
+
+    def admit(self, groups: Groups, policies: Sequence[GroupPolicy]) -> None:
+        """Take in new groups, and own this rank's pieces of what is trainable in them."""
+        for group, policy in zip(groups, policies, strict=True):
+            self.registry = self.registry.with_group(group, policy)
+        self._own(self.registry.extend(self.plan, self.registry.to_plan(self.plan)))
+
+    def extend(self, groups: Groups, new: Sequence[int]) -> None:
+        """Plan parameters that were left out so far."""
+        self._own(self.registry.extend(self.plan, new))
+        self.local.refill_groups(groups)
+
+    def make_room_for(
+        self, groups: Groups, with_state: Container[torch.Tensor], policies: Sequence[GroupPolicy]
+    ) -> None:
+        """Change the plan as state and policies demand that are to replace the present ones.
+
+        A frozen parameter that has state is planned: it would be lost otherwise. Where a policy
+        forbids the cuts of the plan, another is made. Loading is not collective; whether all ranks
+        were given the same is compared in the next step.
+        """
+        before = self.plan
+        late = [i for i in self.registry.unplanned(before) if self.registry.params[i] in with_state]
+        fitting = self.registry.with_policies(policies) if before.world_size > 1 else self.registry
+        if fitting is not self.registry:
+            self.registry, self.plan = fitting, before.emptied()
+            self.local.disown()
+            self.extend(groups, [*sorted(before.params), *late])
+        elif late:
+            self.extend(groups, late)
+        self.is_confirmed = False
+
+    def made_anew(self, groups: Groups, states: Mapping[torch.Tensor, Any]) -> set[torch.Tensor]:
+        """Frozen parameters whose state is just what the class makes in its constructor."""
+        found = set()
+        for index in self.registry.unplanned(self.plan):
+            entry = self.registry.entries[index]
+            cls = self.registry.policies[entry.group].optimizer_class
+            made = self.local.state_made_at_once(cls, groups[entry.group], [entry.param])
+            state, anew = states.get(entry.param), made.get(entry.param)
+            if state is not None and anew is not None and _same(state, anew):
+                found.add(entry.param)
+        return found
+
+    def _own(self, plan: Plan) -> None:
+        self.plan = plan
+        self.local.own(plan, self._rank_group.rank, self.registry.params)
+
+    def settle(self) -> None:
+        """Prepare memory and transfers for the plan as it is now."""
+        if self._memory.has_moved():  # by others: what is in the new memory may be anything
+            self.local.masters.forget()
+        if self._homes is not None:
+            self._homes.adopt(self.plan, self.registry.params)
+        self.local.rebind()
+        self.all_gathers.give_up_staging()
+        lender = None
+        if self.follower is not None:
+            self.follower.follow(self.plan, self.registry.params)
+            lender = self.follower.lender
+        self.all_gathers.prepare(
+            self.plan, self.registry.params, self._homes, self.gathers_lazily, lender
+        )
+        self._memory.remember(self.registry.planned(self.plan))
+        self._left_out = [self.registry.params[i] for i in self.registry.unplanned(self.plan)]
+
+    def look_for_modules(self) -> None:
+        """Find out which modules use the parameters, to notice when they no longer do."""
+        self._in_modules = ModuleWatch(self.registry.entries)
+
+    def require_same_order(self, subject: str, first: int = 0) -> None:
+        """Raise on all ranks if their parameters from ``first`` on are in different orders.
+        Collective."""
+        names = self._in_modules.names
+        require_same_order(self._rank_group, subject, self.registry, names, first)
+
+    def name_in_module(self, index: int) -> str:
+        """The name of a parameter, with that which its module gives it, if it has no other."""
+        title, name = self.registry.names[index], self._in_modules.names.of[index]
+        return f"{title} ({name})" if name and "(" not in title else title
+
+    # ------------------------------------------------------------------ every step
+
+    def require_same_form(self) -> None:
+        """Raise if a parameter was converted since it was planned and cannot be followed."""
+        if (
+            self._rank_group.world_size > 1
+            or self._homes is not None
+            or self.local.master_dtype is not None
+        ):
+            self._memory.require_same_form()
+
+    def require_untouched(self, groups: Groups) -> None:
+        """Raise if the user has changed what cannot be followed."""
+        self.registry.require_same_groups(groups)
+        self._in_modules.require_in_place()
+
+    def require_finished_backward(self) -> None:
+        """Raise if DDP has averaged the gradients only in part."""
+        self._in_modules.require_finished_backward()
+
+    def forgive_backward(self) -> None:
+        """The gradients were dropped."""
+        self._in_modules.forgive_backward()
+
+    def unfrozen(self) -> list[int]:
+        """The parameters that the plan left out and that have become trainable."""
+        left = self._left_out
+        if not any(map(_requires_grad, left)) and all(map(operator.is_, map(_grad, left), _NONE)):
+            return []
+        return self.registry.to_plan(self.plan)
+
+    def follow_memory(self) -> None:
+        """Parameters that were given new memory keep their pieces, if they look the same."""
+        if self._memory.has_moved():
+            self.require_same_form()
+            self.settle()
+        elif not self.all_gathers.is_prepared:  # that has failed, or the optimizer was detached
+            self.settle()
+
+    def step(
+        self,
+        closure: Any,
+        kwargs: Mapping[str, Any],
+        gradients: GradientsOf,
+        status: StepStatus,
+        corruption_check: BucketCheck | None,
+    ) -> Any:
+        """Update this rank's pieces, and bring all ranks' to all; what the class's step returns."""
+        order = self.all_gathers.order
+        self._unsent = list(order)
+        course = _Course(self._send, status, corruption_check)
+        result = self.local.step(closure, kwargs, gradients, order, course)
+        self._finish_sending()
+        return result
+
+    def send_all(self) -> None:
+        """This rank's pieces were updated: bring all ranks' to all."""
+        self._unsent = list(self.all_gathers.order)
+        self.bring_level()
+        self._finish_sending()
+
+    def bring_level(self) -> None:
+        """Send what a step has not sent because it failed: other ranks may be further."""
+        for bucket in list(self._unsent):
+            self._send(bucket)
+
+    def _send(self, bucket: int) -> None:
+        self.local.masters.write_back(bucket)
+        self.all_gathers.start(bucket)
+        self._unsent.remove(bucket)
+
+    def _finish_sending(self) -> None:
+        self.all_gathers.finish()
+        if self._rank_group.world_size == 1:
+            self.local.masters.tell_autograd()
+        self.local.masters.remember()
+
+    # ------------------------------------------------------------------ telling, copying
+
+    def description(self, groups: Groups) -> list[str]:
+        """What all ranks must hold alike."""
+        return [
+            f"bucket_mb={self.plan.bucket_bytes / 2**20:g}, "
+            f"parameters_as_bucket_view={self._homes is not None}, "
+            f"master_dtype={self.local.master_dtype}",
+            *self.registry.description(groups, self.plan, with_storage=self._homes is not None),
+        ]
+
+    def copied(self, local: InnerOptimizers, registry: ParamRegistry) -> ShardedParams:
+        """The same on copies of the parameters."""
+        new = ShardedParams(self._rank_group, local, self.plan, bucket_view=self._homes is not None)
+        new.registry, new.is_confirmed = registry, self.is_confirmed
+        new.look_for_modules()
+        new.settle()
+        return new
+
+
+class BucketCheck(Protocol):
+    """Looks at the memory of a bucket before its update, and at its state afterwards."""
+
+    def look(self, bucket: int) -> None: ...
+    def seal(self, bucket: int) -> None: ...
+
+
+class _Course(NamedTuple):
+    """What happens around the update of a bucket."""
+
+    send: Callable[[int], None]
+    status: StepStatus
+    corruption_check: BucketCheck | None
+
+    def before(self, bucket: int) -> None:
+        if self.corruption_check is not None:
+            self.corruption_check.look(bucket)
+
+    def changing(self) -> None:
+        self.status.changes()
+
+    def after(self, bucket: int) -> None:
+        if self.corruption_check is not None:
+            self.corruption_check.seal(bucket)  # while its state is in the cache
+        self.send(bucket)
+        self.status.updated()
+
+
+_requires_grad, _grad = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_NONE = itertools.repeat(None)
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    for key, value in a.items():
+        other = b[key]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if value.shape != other.shape or not torch.equal(value.cpu(), other.cpu()):
+                return False
+        elif value != other:
+            return False
+    return True
