@@ -48,7 +48,7 @@ test-all: lint types ## the same with the slow tests, and short trials with fres
 	$(MAKE) --no-print-directory races RUNS=20 SEED=
 	$(MAKE) --no-print-directory chaos TRIALS=5 MACHINES=0 SEED=
 
-soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an unsharded shadow
+soak: $(VENV)/.installed ## MINUTES=30 of random operations on RANKS=8 processes, compared with unsharded training
 	$(BIN)/python trials/soak.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
 	    $(if $(filter command line environment,$(origin RANKS)),--ranks $(RANKS))
 
