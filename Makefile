@@ -51,7 +51,7 @@ test-all: lint types ## the same with the slow tests, and short trials with fres
 test-quick: $(VENV)/.installed ## tests that need no processes, and one of each thing a job does; under two minutes
 	$(BIN)/pytest -m "not slow and (not processes or smoke)"
 
-soak: $(VENV)/.installed ## MINUTES=30 of load on RANKS=8 processes, beside an unsharded shadow
+soak: $(VENV)/.installed ## MINUTES=30 of random operations on RANKS=8 processes, compared with unsharded training
 	$(BIN)/python trials/soak.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
 	    $(if $(filter command line environment,$(origin RANKS)),--ranks $(RANKS))
 
