@@ -2,8 +2,8 @@
 
 DCP asks a tensor which rectangular boxes of it are here (``__create_write_items__`` to write,
 ``__create_chunk_list__`` to read), and for the memory of each (``__get_tensor_shard__``). A
-``ChunkTensor`` answers for a fragment. It has the shape of the unsharded tensor, so that DCP compares
-the right sizes, but no memory for it.
+``ChunkTensor`` answers for a fragment. It has the shape of the unsharded tensor, so that DCP
+compares the right sizes, but no memory for it.
 
 What is read goes into fresh memory and reaches the optimizer when everything has been read: a load
 that fails has changed nothing.

@@ -950,8 +950,9 @@ class GradientReducer:
             self._depart_all(phase, self.roadway.params[index].device)
 
     def _next(self, phase: _Backward) -> int:
-        """The first bucket that has not left. Why counted by ``ReduceScatterQueue``, in the same step in which
-        a bucket leaves: an interrupt before or after a launch must not change what is next."""
+        """The first bucket that has not left. Why counted by ``ReduceScatterQueue``, in the same
+        step in which a bucket leaves: an interrupt before or after a launch must not change what
+        is next."""
         return self._flights.left - phase.origin
 
     def _depart_all(self, phase: _Backward, device: torch.device | None = None) -> None:

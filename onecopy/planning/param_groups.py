@@ -1,4 +1,4 @@
-"""Validated options and param groups, the partition policy of each, and the registry of parameters."""
+"""Validated options and param groups, their partition policies, and the registry of parameters."""
 
 from __future__ import annotations
 

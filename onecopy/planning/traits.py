@@ -1,4 +1,4 @@
-"""What an optimizer class does with a tensor: how it may be cut, and which state the class makes."""
+"""What an optimizer class does with a tensor: how it may be cut, and which state it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices parameters that were changed from outside: replaced in their module, or moved in memory."""
+"""Notices parameters that were replaced in their module, or moved in memory, by the user."""
 
 from __future__ import annotations
 
