@@ -1,9 +1,9 @@
-"""State of any shape as bytes on the wire, without pickle.
+"""Tensors and plain values from rank to rank, without pickle.
 
-A state value may be a tensor, a plain Python value, or a container of both. ``encode`` takes the
-tensors out and leaves JSON; ``decode`` puts them back. The tensors then travel in *parcels*: a
-large one in ranges of its own memory, small ones packed together. Both sides compute the same
-parcels from the sizes alone.
+A state value is a tensor, a plain Python value, or a container of both. ``encode`` takes the
+tensors out and leaves a *skeleton* of JSON, ``decode`` is its inverse, and ``paths`` names the
+leaves. The tensors travel in messages: a large tensor in ranges of its own memory, small tensors
+packed together. Both sides compute the same messages from the sizes alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from onecopy.comm.group import Handle, RankGroup
 
 _SENDS_IN_FLIGHT = 4
-_RECEIVES_IN_FLIGHT = 2
-PACKED_BYTES = 4 * 2**20  # the most that is packed together
-RANGE_BYTES = 32 * 2**20  # the longest range of a tensor that travels at once
-_MIN_MESSAGE_BYTES = 64 * 2**10
+_RECEIVES_IN_FLIGHT = 2  # from each rank
+PACKED_BYTES = 4 * 2**20  # the longest message of packed tensors
+RANGE_BYTES = 32 * 2**20  # the longest message of one tensor
+_MIN_MESSAGE_BYTES = 64 * 2**10  # shorter tensors are packed
 
 
 class NotPlain(TypeError):
@@ -29,7 +29,8 @@ class NotPlain(TypeError):
 
 
 def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` as JSON, its tensors appended to ``tensors`` and replaced by their positions."""
+    """The skeleton of ``value``. Its tensors are appended to ``tensors``; the skeleton has their
+    positions."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -45,9 +46,9 @@ def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise NotPlain(f"a value of type {type(value).__name__}")
 
 
-def decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def decode(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The inverse of ``encode``."""
-    ((kind, content),) = encoded.items()
+    ((kind, content),) = skeleton.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "value":
@@ -56,6 +57,38 @@ def decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in content}
     items = [decode(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)
+
+
+Path = tuple[str | int, ...]
+
+
+def paths(skeleton: Any) -> dict[Path, Any]:
+    """The leaves of a skeleton by their paths, as ``torch.distributed.checkpoint`` names them.
+
+    Each leaf is a skeleton again, for ``decode``. A list or tuple without tensors is one leaf,
+    unless it is a list of dicts or lists.
+
+    >>> list(paths(encode({"step": 1, 2: [torch.zeros(1), None], "betas": (0.9, 0.99)}, [])))
+    [('step',), ('2', 0), ('2', 1), ('betas',)]
+    """
+    ((kind, content),) = skeleton.items()
+    if kind == "dict":
+        items: list[tuple[str | int, Any]] = [(str(key), item) for key, item in content]
+    elif kind in ("list", "tuple") and (
+        _has_tensors(skeleton)
+        or (kind == "list" and any("dict" in item or "list" in item for item in content))
+    ):
+        items = list(enumerate(content))
+    else:
+        return {(): skeleton}
+    return {(key, *path): leaf for key, item in items for path, leaf in paths(item).items()}
+
+
+def _has_tensors(skeleton: Any) -> bool:
+    ((kind, content),) = skeleton.items()
+    if kind == "dict":
+        return any(_has_tensors(item) for _, item in content)
+    return kind == "tensor" or (kind != "value" and any(map(_has_tensors, content)))
 
 
 class Form(NamedTuple):
@@ -102,81 +135,76 @@ class Range:
 
 
 def split_into_messages(sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
-    """Cut and pack tensors of these sizes in bytes; a parcel of one range travels in place."""
-    pack: list[Range] = []
-    packed = 0
+    """Cut and pack tensors of these sizes in bytes. Each tuple of ranges is one message."""
+    packed: list[Range] = []
+    packed_bytes = 0
     for position, size in enumerate(sizes):
         if size >= _MIN_MESSAGE_BYTES:
             for start in range(0, size, RANGE_BYTES):
                 yield (Range(position, start, min(start + RANGE_BYTES, size)),)
         elif size:
-            if packed + size > PACKED_BYTES:
-                yield tuple(pack)
-                pack, packed = [], 0
-            pack.append(Range(position, 0, size))
-            packed += size
-    if pack:
-        yield tuple(pack)
+            if packed_bytes + size > PACKED_BYTES:
+                yield tuple(packed)
+                packed, packed_bytes = [], 0
+            packed.append(Range(position, 0, size))
+            packed_bytes += size
+    if packed:
+        yield tuple(packed)
 
 
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A 1-D contiguous tensor as uint8, sharing its memory."""
-    return flat.view(torch.uint8)
+def _messages(flats: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Range, ...]]]:
+    """Numbered messages of 1-D contiguous tensors; the number is the tag."""
+    return enumerate(split_into_messages([flat.nbytes for flat in flats]))
 
 
-def _pack(ranges: Sequence[Range], tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Write ranges of 1-D contiguous tensors one after the other."""
-    for target, source in _pairs(ranges, tensors, into):
-        target.copy_(source)
-
-
-def _unpack(ranges: Sequence[Range], tensors: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-    """The inverse of ``_pack``."""
-    for packed, target in _pairs(ranges, tensors, source):
-        target.copy_(packed)
+def _in_place(
+    ranges: Sequence[Range], flats: Sequence[torch.Tensor], wire: torch.device
+) -> torch.Tensor | None:
+    """The memory of a message that is one range of a tensor on the device of the wire."""
+    first = flats[ranges[0].position]
+    if len(ranges) > 1 or first.device.type != wire.type:
+        return None
+    return first.view(torch.uint8)[ranges[0].start : ranges[0].stop]
 
 
 def _pairs(
-    ranges: Sequence[Range], tensors: Sequence[torch.Tensor], buffer: torch.Tensor
+    ranges: Sequence[Range], flats: Sequence[torch.Tensor], buffer: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The ranges, packed into a buffer one after the other, and where the tensors have them."""
     start = 0
     for r in ranges:
-        yield buffer[start : start + r.nbytes], _as_bytes(tensors[r.position])[r.start : r.stop]
+        in_tensor = flats[r.position].view(torch.uint8)[r.start : r.stop]
+        yield buffer[start : start + r.nbytes], in_tensor
         start += r.nbytes
 
 
-# -------------------------------------------------------------------------- on the wire
-
-
-def _sizes(flats: Sequence[torch.Tensor]) -> list[int]:
-    return [flat.numel() * flat.element_size() for flat in flats]
-
-
 def send_tensors(rank_group: RankGroup, flats: Sequence[torch.Tensor], to: int) -> None:
-    """From where the tensors are if the wire starts there; else through one staged parcel."""
+    """Send 1-D contiguous tensors: in place where they are on the device of the wire, otherwise
+    through one staging buffer."""
     wire = rank_group.control_device
-    staged = torch.empty(0, dtype=torch.uint8, device=wire)
-    staged_is_busy: Handle | None = None
+    staging = torch.empty(0, dtype=torch.uint8, device=wire)
+    uses_staging: Handle | None = None
     in_flight: deque[Handle] = deque()
-    for tag, ranges in enumerate(split_into_messages(_sizes(flats))):
-        first = flats[ranges[0].position]
-        if len(ranges) == 1 and first.device.type == wire.type:
-            message = _as_bytes(first)[ranges[0].start : ranges[0].stop]
-            in_flight.append(rank_group.send(message, to, tag))
-        else:
-            if staged_is_busy is not None:
-                staged_is_busy.wait()
+    for tag, ranges in _messages(flats):
+        message = _in_place(ranges, flats, wire)
+        is_staged = message is None
+        if message is None:
+            if uses_staging is not None:
+                uses_staging.wait()
             size = sum(r.nbytes for r in ranges)
-            if staged.numel() < size:
-                staged = torch.empty(0, device="cpu")  # let go of the smaller one first
-                staged = torch.empty(size, dtype=torch.uint8, device=wire)
-            _pack(ranges, flats, staged[:size])
-            staged_is_busy = rank_group.send(staged[:size], to, tag)
-            in_flight.append(staged_is_busy)
+            if staging.numel() < size:
+                staging = torch.empty(0, device="cpu")  # free the smaller one first
+                staging = torch.empty(size, dtype=torch.uint8, device=wire)
+            message = staging[:size]
+            for packed, in_tensor in _pairs(ranges, flats, message):
+                packed.copy_(in_tensor)
+        in_flight.append(rank_group.send(message, to, tag))
+        if is_staged:
+            uses_staging = in_flight[-1]
         if len(in_flight) > _SENDS_IN_FLIGHT:
             in_flight.popleft().wait()
-    for pending in in_flight:
-        pending.wait()
+    for handle in in_flight:
+        handle.wait()
 
 
 def receive_tensors(
@@ -184,59 +212,41 @@ def receive_tensors(
     rooms: Mapping[int, Sequence[torch.Tensor]],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill each rank's room with what it sends: from all of them at once, taking turns.
+    """Fill the tensors for each rank with what it sends: from all ranks at once, in turns.
 
-    ``meanwhile`` is work of this rank's own, done while the first parcels are on their way.
+    ``meanwhile`` is local work that is done while the first messages are on their way.
     """
-    inboxes = [_Receiver(rank_group, rank, room) for rank, room in rooms.items()]
-    for inbox in inboxes:
-        inbox.ask()
+    receiving = [_receive(rank_group, rank, flats) for rank, flats in rooms.items()]
+    receiving = [each for each in receiving if next(each, _DONE) is not _DONE]
     meanwhile()
-    while inboxes:
-        for inbox in inboxes:
-            inbox.advance()
-        inboxes = [inbox for inbox in inboxes if not inbox.is_done]
+    while receiving:
+        receiving = [each for each in receiving if next(each, _DONE) is not _DONE]
 
 
-class _Receiver:
-    """What one rank sends, a few parcels in flight."""
+_DONE = object()
 
-    def __init__(self, rank_group: RankGroup, source: int, room: Sequence[torch.Tensor]) -> None:
-        self._rank_group = rank_group
-        self._source = source
-        self._room = room
-        self._expected = deque(enumerate(split_into_messages(_sizes(room))))
-        self._under_way: deque[tuple[Handle, Sequence[Range], torch.Tensor | None]] = deque()
 
-    @property
-    def is_done(self) -> bool:
-        return not self._expected and not self._under_way
+def _receive(rank_group: RankGroup, source: int, flats: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Receive from one rank, and yield after each message that was posted or has arrived."""
+    wire = rank_group.control_device
+    in_flight: deque[tuple[Handle, Sequence[Range], torch.Tensor | None]] = deque()
 
-    def advance(self) -> None:
-        """Ask for the next parcel; settle the oldest if enough are in flight."""
-        self.ask()
-        if len(self._under_way) > _RECEIVES_IN_FLIGHT or not self._expected:
-            self._settle()
+    def finish_first() -> None:
+        handle, ranges, buffer = in_flight.popleft()
+        handle.wait()
+        if buffer is not None:
+            for packed, in_tensor in _pairs(ranges, flats, buffer):
+                in_tensor.copy_(packed)
 
-    def ask(self) -> None:
-        if self._expected:
-            self._post(*self._expected.popleft())
-
-    def _post(self, tag: int, ranges: Sequence[Range]) -> None:
-        wire = self._rank_group.control_device
-        only = self._room[ranges[0].position]
-        buffer = None
-        if len(ranges) == 1 and only.device.type == wire.type:
-            target = _as_bytes(only)[ranges[0].start : ranges[0].stop]
-        else:
+    for tag, ranges in _messages(flats):
+        message, buffer = _in_place(ranges, flats, wire), None
+        if message is None:
             size = sum(r.nbytes for r in ranges)
-            target = buffer = torch.empty(size, dtype=torch.uint8, device=wire)
-        pending = self._rank_group.receive(target, self._source, tag)
-        self._under_way.append((pending, ranges, buffer))
-
-    def _settle(self) -> None:
-        if self._under_way:
-            pending, ranges, buffer = self._under_way.popleft()
-            pending.wait()
-            if buffer is not None:
-                _unpack(ranges, self._room, buffer)
+            message = buffer = torch.empty(size, dtype=torch.uint8, device=wire)
+        in_flight.append((rank_group.receive(message, source, tag), ranges, buffer))
+        if len(in_flight) > _RECEIVES_IN_FLIGHT:
+            finish_first()
+        yield
+    while in_flight:
+        finish_first()
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import doctest
 import json
 import math
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inside import OWN_PARCEL_BYTES, PARCEL_BYTES, pack, unpack
+from inside import MIN_MESSAGE_BYTES, SHORTEST_MESSAGE, pack, unpack
 
+from onecopy.comm import transfer
 from onecopy.comm.transfer import (
     PACKED_BYTES,
     RANGE_BYTES,
@@ -24,6 +26,7 @@ from onecopy.comm.transfer import (
     Range,
     decode,
     encode,
+    paths,
     receive_tensors,
     send_tensors,
     split_into_messages,
@@ -123,6 +126,74 @@ def test_relatives_of_plain_containers_become_plain() -> None:
     assert decode(encode(state, []), []) == {"a": {"x": 1}, "b": (2, 3)}
 
 
+# ------------------------------------------------------------------ paths
+
+
+def leaves_of(state: Any) -> dict[Any, Any]:
+    """The leaves of a state by their paths."""
+    tensors: list[torch.Tensor] = []
+    skeleton = json.loads(json.dumps(encode(state, tensors)))
+    return {path: decode(leaf, tensors) for path, leaf in paths(skeleton).items()}
+
+
+def test_leaves_have_the_names_that_torchs_checkpoints_give_them() -> None:
+    a, b = torch.zeros(1), torch.ones(2)
+    state = {
+        "step": 3,
+        7: a,
+        "betas": (0.9, 0.99),
+        "history": [b, None, (a, 1)],
+        "sizes": [1, 2],
+        "nested": [[1, 2], {"x": None}],
+        "pair": ({"key": b}, "text"),
+        "tuples": [(1, 2), ({"no": "tensor"}, 3)],
+        "nothing": {},
+        "none_of_them": [],
+    }
+    assert leaves_of(state) == {
+        ("step",): 3,
+        ("7",): a,
+        ("betas",): (0.9, 0.99),
+        ("history", 0): b,
+        ("history", 1): None,
+        ("history", 2, 0): a,
+        ("history", 2, 1): 1,
+        ("sizes",): [1, 2],
+        ("nested", 0): [1, 2],
+        ("nested", 1, "x"): None,
+        ("pair", 0, "key"): b,
+        ("pair", 1): "text",
+        ("tuples",): [(1, 2), ({"no": "tensor"}, 3)],
+        ("none_of_them",): [],
+    }
+    assert leaves_of(a) == {(): a}
+
+
+@given(STATES)
+@settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
+def test_every_tensor_is_a_leaf_of_its_own(state: Any) -> None:
+    tensors: list[torch.Tensor] = []
+    skeleton = encode(state, tensors)
+    of_leaves: list[torch.Tensor] = []
+    for leaf in paths(skeleton).values():
+        value = decode(leaf, tensors)
+        if isinstance(value, torch.Tensor):
+            of_leaves.append(value)
+        else:
+            found: list[torch.Tensor] = []
+            encode(value, found)
+            assert not found
+    keys_are_distinct = len(of_leaves) == len(tensors)  # 1 and "1" are one name in a checkpoint
+    assert not keys_are_distinct or all(map(same, of_leaves, tensors))
+    assert len(of_leaves) <= len(tensors)
+
+
+def test_the_examples_in_the_docstrings_are_right() -> None:
+    result = doctest.testmod(transfer)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
 # ------------------------------------------------------------------ forms
 
 
@@ -149,12 +220,12 @@ def test_a_word_that_names_no_dtype_is_refused(word: str) -> None:
         Form(word, (1,), (1,)).empty()
 
 
-# ------------------------------------------------------------------ parcels
+# ------------------------------------------------------------------ messages
 
 
 SIZES = st.lists(
     st.integers(0, 100)
-    | st.integers(OWN_PARCEL_BYTES - 2, OWN_PARCEL_BYTES + 2)
+    | st.integers(MIN_MESSAGE_BYTES - 2, MIN_MESSAGE_BYTES + 2)
     | st.sampled_from([RANGE_BYTES - 1, RANGE_BYTES, RANGE_BYTES + 1, 3 * RANGE_BYTES + 5]),
     max_size=200,
 )
@@ -162,17 +233,17 @@ SIZES = st.lists(
 
 @given(SIZES)
 @settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
-def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: list[int]) -> None:
+def test_messages_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: list[int]) -> None:
     covered: dict[int, list[Range]] = {}
-    for parcel in split_into_messages(sizes):
-        assert parcel
-        assert all(r.nbytes > 0 for r in parcel)
-        total = sum(r.nbytes for r in parcel)
-        if len(parcel) > 1:
+    for message in split_into_messages(sizes):
+        assert message
+        assert all(r.nbytes > 0 for r in message)
+        total = sum(r.nbytes for r in message)
+        if len(message) > 1:
             assert total <= PACKED_BYTES
-            assert all(sizes[r.position] < OWN_PARCEL_BYTES for r in parcel)
+            assert all(sizes[r.position] < MIN_MESSAGE_BYTES for r in message)
         assert total <= RANGE_BYTES
-        for r in parcel:
+        for r in message:
             covered.setdefault(r.position, []).append(r)
     for position, size in enumerate(sizes):
         ranges = covered.get(position, [])
@@ -182,7 +253,7 @@ def test_parcels_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: li
 
 def test_small_tensors_travel_together() -> None:
     assert len(list(split_into_messages([4] * 10_000))) == 1
-    assert len(list(split_into_messages([OWN_PARCEL_BYTES - 1] * 65))) == 2
+    assert len(list(split_into_messages([MIN_MESSAGE_BYTES - 1] * 65))) == 2
     assert list(split_into_messages([])) == list(split_into_messages([0, 0])) == []
 
 
@@ -197,10 +268,10 @@ def test_packing_and_unpacking_keeps_every_bit_of_every_dtype(
     tensors = [random_bits(dtype, numel, seed) for dtype, numel in forms]
     rooms = [torch.zeros_like(tensor) for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    for parcel in split_into_messages(sizes):
-        buffer = torch.empty(sum(r.nbytes for r in parcel), dtype=torch.uint8)
-        pack(parcel, tensors, buffer)
-        unpack(parcel, rooms, buffer)
+    for message in split_into_messages(sizes):
+        buffer = torch.empty(sum(r.nbytes for r in message), dtype=torch.uint8)
+        pack(message, tensors, buffer)
+        unpack(message, rooms, buffer)
     assert all(map(same_bits, tensors, rooms))
 
 
@@ -281,10 +352,10 @@ def through_the_post(
 
 
 def test_tensors_of_several_ranks_arrive_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Small limits give every rank many parcels of both sorts, also in an unequal number.
+    # Small limits give every rank many messages of both sorts, also in an unequal number.
     monkeypatch.setattr(*inside.PACKED_BYTES, 64)
     monkeypatch.setattr(*inside.RANGE_BYTES, 100)
-    monkeypatch.setattr(*PARCEL_BYTES, 48)
+    monkeypatch.setattr(*SHORTEST_MESSAGE, 48)
     tensors = {
         rank: [
             random_bits(dtype, numel * (rank + 1), seed=rank)
@@ -306,12 +377,12 @@ def test_no_tensors_are_sent_as_no_message() -> None:
     assert post.sent_from == []
 
 
-def test_work_of_ones_own_is_done_once_while_parcels_are_on_their_way() -> None:
+def test_work_of_ones_own_is_done_once_while_messages_are_on_their_way() -> None:
     post = Post(rank=0)
     sent = [torch.arange(5.0), torch.arange(70_000.0)]
     send_tensors(post, sent, to=HOME)  # type: ignore[arg-type]
     rooms = {0: [torch.zeros_like(t) for t in sent]}
     seen = []
     receive_tensors(post, rooms, lambda: seen.append(len(post.messages)))  # type: ignore[arg-type]
-    assert seen == [1]  # one of the two parcels has been asked for
+    assert seen == [1]  # one of the two messages has been asked for
     assert all(map(same_bits, sent, rooms[0]))

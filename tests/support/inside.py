@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -260,12 +260,22 @@ RECORDS_A_REFUSAL = "_tear"
 wait_for_readers = local_ranks._linger
 known_kinds = traits._KNOWN
 probe_kind = traits._probe
-pack, unpack = transfer._pack, transfer._unpack
-OWN_PARCEL_BYTES = transfer._MIN_MESSAGE_BYTES
+MIN_MESSAGE_BYTES = transfer._MIN_MESSAGE_BYTES
 parse_recorded = run_page._understood
 ArchiveIndex = metadata._Index
 store_grows = monitor._grows
 without_split = torch_private._without_split
+
+
+def pack(ranges: Any, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for packed, in_tensor in transfer._pairs(ranges, flats, buffer):
+        packed.copy_(in_tensor)
+
+
+def unpack(ranges: Any, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for packed, in_tensor in transfer._pairs(ranges, flats, buffer):
+        in_tensor.copy_(packed)
+
 
 # ------------------------------- to be patched: (owner, name) -------------------------------
 
@@ -285,7 +295,7 @@ FIND_NEIGHBOURS = (group, "find_local_ranks")
 NOTES_ANSWER_SECONDS = (monitor, "ANSWER_WITHIN")
 NOTES_REPORT_SECONDS = (monitor, "REPORT_WITHIN")
 PACKED_BYTES = (transfer, "PACKED_BYTES")
-PARCEL_BYTES = (transfer, "_MIN_MESSAGE_BYTES")
+SHORTEST_MESSAGE = (transfer, "_MIN_MESSAGE_BYTES")
 PROBED_KINDS = (traits, "_probed")
 RANGE_BYTES = (transfer, "RANGE_BYTES")
 READ_CHECKPOINT = (load, "_read")

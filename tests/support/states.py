@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from inside import PACKED_BYTES, PARCEL_BYTES, RANGE_BYTES
+from inside import PACKED_BYTES, RANGE_BYTES, SHORTEST_MESSAGE
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -228,6 +228,6 @@ def small_parcels(packed: int = 2048, largest: int = 3000, own: int = 700) -> It
     with (
         mock.patch.object(*PACKED_BYTES, packed),
         mock.patch.object(*RANGE_BYTES, largest),
-        mock.patch.object(*PARCEL_BYTES, own),
+        mock.patch.object(*SHORTEST_MESSAGE, own),
     ):
         yield
