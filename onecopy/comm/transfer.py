@@ -178,6 +178,19 @@ def _pairs(
         start += r.nbytes
 
 
+# Functions, so that no view of the buffer stays among the variables of those that free it.
+
+
+def _pack(ranges: Sequence[Range], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for packed, in_tensor in _pairs(ranges, flats, buffer):
+        packed.copy_(in_tensor)
+
+
+def _unpack(ranges: Sequence[Range], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for packed, in_tensor in _pairs(ranges, flats, buffer):
+        in_tensor.copy_(packed)
+
+
 def send_tensors(rank_group: RankGroup, flats: Sequence[torch.Tensor], to: int) -> None:
     """Send 1-D contiguous tensors: in place where they are on the device of the wire, otherwise
     through one staging buffer."""
@@ -196,8 +209,7 @@ def send_tensors(rank_group: RankGroup, flats: Sequence[torch.Tensor], to: int) 
                 staging = torch.empty(0, device="cpu")  # free the smaller one first
                 staging = torch.empty(size, dtype=torch.uint8, device=wire)
             message = staging[:size]
-            for packed, in_tensor in _pairs(ranges, flats, message):
-                packed.copy_(in_tensor)
+            _pack(ranges, flats, message)
         in_flight.append(rank_group.send(message, to, tag))
         if is_staged:
             uses_staging = in_flight[-1]
@@ -235,8 +247,7 @@ def _receive(rank_group: RankGroup, source: int, flats: Sequence[torch.Tensor]) 
         handle, ranges, buffer = in_flight.popleft()
         handle.wait()
         if buffer is not None:
-            for packed, in_tensor in _pairs(ranges, flats, buffer):
-                in_tensor.copy_(packed)
+            _unpack(ranges, flats, buffer)
 
     for tag, ranges in _messages(flats):
         message, buffer = _in_place(ranges, flats, wire), None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -265,17 +265,7 @@ parse_recorded = run_page._understood
 ArchiveIndex = metadata._Index
 store_grows = monitor._grows
 without_split = torch_private._without_split
-
-
-def pack(ranges: Any, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    for packed, in_tensor in transfer._pairs(ranges, flats, buffer):
-        packed.copy_(in_tensor)
-
-
-def unpack(ranges: Any, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    for packed, in_tensor in transfer._pairs(ranges, flats, buffer):
-        in_tensor.copy_(packed)
-
+pack, unpack = transfer._pack, transfer._unpack
 
 # ------------------------------- to be patched: (owner, name) -------------------------------
 
