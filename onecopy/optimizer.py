@@ -98,10 +98,11 @@ from onecopy.sharding.inner import (
     InnerOptimizers,
     OwnedState,
     RunClosure,
+    Update,
     of_the_parameters,
 )
 from onecopy.sharding.parameter_changes import names_in
-from onecopy.sharding.sharded_params import ShardedParams, StepPhase, StepStatus
+from onecopy.sharding.sharded_params import ShardedParams, StepPhase
 from onecopy.torch_private import (
     AskedByGradScaler,
     is_table_of_hooks,
@@ -256,7 +257,6 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._full_state = FullState()
         self._loaded = []
         self._attachment = None
-        self._status = StepStatus()
         self._steps_in_backward = False
 
         def prepare() -> list[str]:
@@ -366,9 +366,23 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._local.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
-                result = self._sharded_params.step(
-                    closure, kwargs, gradients, self._status, self._corruption_check
+                update = Update(
+                    self._local, closure, kwargs, gradients, self._sharded_params.status.changes
                 )
+                order = self._sharded_params.begin_sending()
+                if update.steps_at_once:
+                    if self._corruption_check is not None:
+                        self._corruption_check.look_at_all()
+                    update.update_at_once(order)
+                for bucket in order:
+                    if self._corruption_check is not None:
+                        self._corruption_check.look(bucket)
+                    update.update_bucket(bucket)
+                    if self._corruption_check is not None:
+                        self._corruption_check.seal(bucket)  # while its state is in the cache
+                    self._sharded_params.all_gather(bucket)
+                    self._sharded_params.status.updated()
+                self._sharded_params.finish_step()
             self._local.options_out(self.param_groups)
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
@@ -378,7 +392,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._monitor.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
-        return result
+        return update.result
 
     @contextlib.contextmanager
     def _in_next_step(self) -> Iterator[None]:
@@ -387,11 +401,11 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         where = f"in step {self._steps}{self._mode}"
         try:
             self._rank_group.enter(where)
-            with self._status.stepping(self._steps, len(self._plan.buckets)):
+            with self._sharded_params.status.stepping(self._steps, len(self._plan.buckets)):
                 yield
         except BaseException as error:
             # The other ranks may wait for this one's parameters: tell them why they wait.
-            refusal = self._status.refusal
+            refusal = self._sharded_params.status.refusal
             if refusal is not None:
                 self._monitor.note(refusal, same_place=True, is_error=True)
                 self._finish_looking()
@@ -518,8 +532,6 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     _attachment: Attachment | None
 
-    _status: StepStatus
-
     _steps: int
 
     _loaded: list[str]  # what was loaded, in lines, until all ranks are known to have the same
@@ -558,14 +570,14 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     def _require_usable(self) -> None:
         """Raise if nothing good can come of going on, with the reason and the way back."""
-        self._status.require_whole()
+        self._sharded_params.status.require_whole()
         self._monitor.require_working()
 
     def _bring_level(self) -> None:
         """Before state is loaded: do what is left of a step that failed, since other ranks may be
         further. Its gradients are dropped."""
-        if self._status.state is StepPhase.TORN and self._monitor.refusal is None:
-            self._sharded_params.bring_level()
+        if self._sharded_params.status.state is StepPhase.TORN and self._monitor.refusal is None:
+            self._sharded_params.send_remaining()
             self.wait()
             self._drop_gradients()
 
@@ -994,7 +1006,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
-        with self._status.loading():
+        with self._sharded_params.status.loading():
             self._state_has_changed()
             self._full_state.forget(
                 "a state dict was loaded after the last consolidation",

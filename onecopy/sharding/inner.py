@@ -7,7 +7,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -151,19 +151,6 @@ GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
 
 def of_the_parameters(_: int) -> None:
     """The ``GradientsOf`` of drop-in mode."""
-
-
-class Course(Protocol):
-    """Who is told how a step goes."""
-
-    def before(self, bucket: int) -> None:
-        """Nothing of the bucket has changed yet."""
-
-    def changing(self) -> None:
-        """From here on, something has."""
-
-    def after(self, bucket: int) -> None:
-        """This rank's part of the bucket is up to date."""
 
 
 Portion = tuple[Inner, dict[int, list[torch.Tensor]]]  # what it has in a bucket, by its groups
@@ -377,50 +364,7 @@ class InnerOptimizers:
 
     # ------------------------------------------------------------------ step
 
-    def step(
-        self,
-        closure: Any,
-        kwargs: Mapping[str, Any],
-        gradients: GradientsOf,
-        order: Sequence[int],
-        course: Course,
-    ) -> Any:
-        """Step every inner optimizer once; the first one's result.
-
-        It happens bucket by bucket, in this order, where the class allows it; ``course`` is told
-        of each bucket at once, so that it travels while the next one is computed.
-        """
-        is_plain = not kwargs and (closure is None or isinstance(closure, RunClosure))
-        result = closure.loss if isinstance(closure, RunClosure) else None
-        by_bucket = [i for i in self._inners.values() if is_plain and i.steps_by_bucket]
-        some_step_at_once = len(by_bucket) < len(self._inners)
-        if some_step_at_once:
-            for bucket in order:
-                course.before(bucket)
-        for number, inner in enumerate(self._inners.values()):
-            if inner in by_bucket:
-                continue
-            given = dict(kwargs)
-            if closure is not None:
-                given["closure"] = closure.once() if isinstance(closure, RunClosure) else closure
-            with self._bound(order, gradients), self._kept_in_place():
-                course.changing()
-                own = step_without_hooks(inner.optimizer)(**given)
-            result = own if number == 0 else result
-        for bucket in order:
-            if not some_step_at_once:
-                course.before(bucket)
-            portions = [each for each in self._portions().get(bucket, ()) if each[0] in by_bucket]
-            if portions:
-                with self._bound([bucket], gradients), named(Phase.STEP, bucket):
-                    course.changing()
-                    for inner, params in portions:
-                        with inner.narrowed(params):
-                            step_without_hooks(inner.optimizer)()
-            course.after(bucket)
-        return result
-
-    def _portions(self) -> dict[int, list[Portion]]:
+    def portions(self) -> dict[int, list[Portion]]:
         """Which inner optimizers have something in which bucket, and what, by their groups."""
         if self._known_portions is None:
             self._known_portions = self._find_portions()
@@ -440,7 +384,7 @@ class InnerOptimizers:
         return found
 
     @contextlib.contextmanager
-    def _bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
+    def bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
         """The pieces in these buckets have gradients; the user's own come back afterwards."""
         bound: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         held = self._held
@@ -463,7 +407,7 @@ class InnerOptimizers:
                 tensor.grad = grad
 
     @contextlib.contextmanager
-    def _kept_in_place(self) -> Iterator[None]:
+    def kept_in_place(self) -> Iterator[None]:
         """A class may give its parameters other memory (``p.data = ...``): the values come back."""
         homes = [(owned.tensor, owned.tensor.data) for owned in self.shards]
         try:
@@ -511,3 +455,55 @@ class InnerOptimizers:
             for cls, inner in self._inners.items()
         }
         return new
+
+
+class Update:
+    """One step of all inner optimizers.
+
+    A class that keeps its state by parameter is stepped bucket by bucket, so that the bucket is
+    sent while the next one is computed. Any other class is stepped on all parameters at once.
+    """
+
+    def __init__(
+        self,
+        local: InnerOptimizers,
+        closure: Any,
+        kwargs: Mapping[str, Any],
+        gradients: GradientsOf,
+        changing: Callable[[], None],
+    ) -> None:
+        """``changing`` is called right before a class changes parameters or state."""
+        self._local = local
+        self._closure = closure
+        self._kwargs = kwargs
+        self._gradients = gradients
+        self._changing = changing
+        self.result = closure.loss if isinstance(closure, RunClosure) else None
+        is_plain = not kwargs and (closure is None or isinstance(closure, RunClosure))
+        self._by_bucket = [i for i in local.inners if is_plain and i.steps_by_bucket]
+        self.steps_at_once = len(self._by_bucket) < len(local.inners)
+
+    def update_at_once(self, order: Sequence[int]) -> None:
+        """Step the classes that do not step by bucket. The result is that of the first class."""
+        closure = self._closure
+        for number, inner in enumerate(self._local.inners):
+            if inner in self._by_bucket:
+                continue
+            given = dict(self._kwargs)
+            if closure is not None:
+                given["closure"] = closure.once() if isinstance(closure, RunClosure) else closure
+            with self._local.bound(order, self._gradients), self._local.kept_in_place():
+                self._changing()
+                result = step_without_hooks(inner.optimizer)(**given)
+            self.result = result if number == 0 else self.result
+
+    def update_bucket(self, bucket: int) -> None:
+        """Step the other classes on what they have in this bucket."""
+        portions = self._local.portions().get(bucket, ())
+        portions = [portion for portion in portions if portion[0] in self._by_bucket]
+        if portions:
+            with self._local.bound([bucket], self._gradients), named(Phase.STEP, bucket):
+                self._changing()
+                for inner, params in portions:
+                    with inner.narrowed(params):
+                        step_without_hooks(inner.optimizer)()

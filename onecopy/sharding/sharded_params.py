@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from onecopy.planning.param_groups import GroupPolicy, ParamRegistry
 from onecopy.planning.plan import Plan
 from onecopy.sharding.all_gather import AllGatherQueue, StagingLender
 from onecopy.sharding.buffers import FlatStorage
-from onecopy.sharding.inner import GradientsOf, InnerOptimizers
+from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
 from onecopy.sharding.same_order import require_same_order
 
@@ -125,6 +126,7 @@ class ShardedParams:
         self._in_modules = ModuleWatch(())
         self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
         self.follower: GradientBuffers | None = None  # in attached mode
+        self.status = StepStatus()
         self._unsent: list[int] = []  # buckets, of the present step
 
     # ------------------------------------------------------------------ changing
@@ -262,43 +264,34 @@ class ShardedParams:
         elif not self.all_gathers.is_prepared:  # that has failed, or the optimizer was detached
             self.settle()
 
-    def step(
-        self,
-        closure: Any,
-        kwargs: Mapping[str, Any],
-        gradients: GradientsOf,
-        status: StepStatus,
-        corruption_check: BucketCheck | None,
-    ) -> Any:
-        """Update this rank's pieces, and bring all ranks' to all; what the class's step returns."""
-        order = self.all_gathers.order
-        self._unsent = list(order)
-        course = _Course(self._send, status, corruption_check)
-        result = self.local.step(closure, kwargs, gradients, order, course)
-        self._finish_sending()
-        return result
-
-    def send_all(self) -> None:
-        """This rank's pieces were updated: bring all ranks' to all."""
+    def begin_sending(self) -> Sequence[int]:
+        """The buckets of a step, in the order in which ``all_gather`` sends them."""
         self._unsent = list(self.all_gathers.order)
-        self.bring_level()
-        self._finish_sending()
+        return self.all_gathers.order
 
-    def bring_level(self) -> None:
-        """Send what a step has not sent because it failed: other ranks may be further."""
-        for bucket in list(self._unsent):
-            self._send(bucket)
-
-    def _send(self, bucket: int) -> None:
+    def all_gather(self, bucket: int) -> None:
+        """This rank's part of the bucket is updated: start to exchange it."""
         self.local.masters.write_back(bucket)
         self.all_gathers.start(bucket)
         self._unsent.remove(bucket)
 
-    def _finish_sending(self) -> None:
+    def finish_step(self) -> None:
+        """Wait for the all-gathers, unless they are lazy."""
         self.all_gathers.finish()
         if self._rank_group.world_size == 1:
             self.local.masters.tell_autograd()
         self.local.masters.remember()
+
+    def send_all(self) -> None:
+        """Every rank's part of every bucket is updated: exchange them."""
+        for bucket in self.begin_sending():
+            self.all_gather(bucket)
+        self.finish_step()
+
+    def send_remaining(self) -> None:
+        """Send what a step has not sent because it failed: other ranks may be further."""
+        for bucket in list(self._unsent):
+            self.all_gather(bucket)
 
     # ------------------------------------------------------------------ telling, copying
 
@@ -315,37 +308,10 @@ class ShardedParams:
         """The same on copies of the parameters."""
         new = ShardedParams(self._rank_group, local, self.plan, bucket_view=self._homes is not None)
         new.registry, new.is_confirmed = registry, self.is_confirmed
+        new.status = copy.deepcopy(self.status)
         new.look_for_modules()
         new.settle()
         return new
-
-
-class BucketCheck(Protocol):
-    """Looks at the memory of a bucket before its update, and at its state afterwards."""
-
-    def look(self, bucket: int) -> None: ...
-    def seal(self, bucket: int) -> None: ...
-
-
-class _Course(NamedTuple):
-    """What happens around the update of a bucket."""
-
-    send: Callable[[int], None]
-    status: StepStatus
-    corruption_check: BucketCheck | None
-
-    def before(self, bucket: int) -> None:
-        if self.corruption_check is not None:
-            self.corruption_check.look(bucket)
-
-    def changing(self) -> None:
-        self.status.changes()
-
-    def after(self, bucket: int) -> None:
-        if self.corruption_check is not None:
-            self.corruption_check.seal(bucket)  # while its state is in the cache
-        self.send(bucket)
-        self.status.updated()
 
 
 _requires_grad, _grad = operator.attrgetter("requires_grad"), operator.attrgetter("grad")

@@ -177,7 +177,7 @@ def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Any:
     """Why the optimizer refuses to go on; None if it does not."""
-    return optimizer._status.refusal
+    return optimizer._sharded_params.status.refusal
 
 
 def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
