@@ -57,7 +57,6 @@ from onecopy.checks.corruption_check import CorruptionCheck, counters
 from onecopy.checks.replica_check import Evidence, require_equal_replicas
 from onecopy.comm.agreement import RanksDisagree, require_agreement, same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.monitor import GroupMonitor
 from onecopy.comm.stats import CommStats, Order, Traced, Tracer, comm_stats
 from onecopy.gradients.attachment import Attachment, require_attachable, send_from_first_rank
 from onecopy.gradients.hooks import require_hookable
@@ -75,7 +74,6 @@ from onecopy.planning.layout import in_layout_of, is_dense
 from onecopy.planning.param_groups import (
     MASTER,
     GroupPolicy,
-    ParamRegistry,
     PartitionPolicy,
     as_groups,
     as_number,
@@ -255,8 +253,8 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             optimizer_class, partition, self.world_size > 1, defaults, master_dtype
         )
         self._full_state = FullState()
-        self._loaded = []
-        self._attachment = None
+        self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
+        self._attachment: Attachment | None = None
         self._steps_in_backward = False
 
         def prepare() -> list[str]:
@@ -273,31 +271,31 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
-            local = InnerOptimizers(optimizer_class, defaults, master_dtype)
+            self._inner = InnerOptimizers(optimizer_class, defaults, master_dtype)
             plan = empty_plan(self.param_groups, self.world_size, bucket_mb)
-            self._sharded_params = ShardedParams(
-                self._rank_group, local, plan, parameters_as_bucket_view
+            self._params = ShardedParams(
+                self._rank_group, self._inner, plan, parameters_as_bucket_view
             )
             policies = [self._policies.of(group, defaults) for group in self.param_groups]
-            self._sharded_params.admit(self.param_groups, policies)
-            local.build(self.param_groups, [policy.optimizer_class for policy in policies])
-            local.options_out(self.param_groups)
-            self._sharded_params.look_for_modules()
+            self._params.admit(self.param_groups, policies)
+            self._inner.build(self.param_groups, [policy.optimizer_class for policy in policies])
+            self._inner.options_out(self.param_groups)
+            self._params.look_for_modules()
             return self._description()
 
         same_outcome(self._rank_group, "building the optimizer", prepare)
-        self._sharded_params.require_same_order("building the optimizer")
-        self._monitor.count_optimizer()
+        self._params.require_same_order("building the optimizer")
+        self._rank_group.monitor.count_optimizer()
         self._rank_group.compares_phases = self._check_steps
-        self.defaults = self._local.defaults
-        self._policies.remember_flags(self._registry.policies, self.param_groups)
-        self._sharded_params.settle()
+        self.defaults = self._inner.defaults
+        self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+        self._params.settle()
         traced = Traced(self.wait, self._facts)
         self._tracing = Tracer.of(self._trace_order, self.global_rank, traced)
-        self._monitor.note("optimizer built")
+        self._rank_group.monitor.note("optimizer built")
         if self.rank == 0 and logger.isEnabledFor(logging.INFO):
-            classes = [policy.optimizer_class for policy in self._registry.policies]
-            logger.info(plan_summary(self._plan, classes))
+            classes = [policy.optimizer_class for policy in self._params.registry.policies]
+            logger.info(plan_summary(self._params.plan, classes))
         self.initialized = True
 
     # ------------------------------------------------------------------ what it holds
@@ -305,14 +303,12 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> OwnedState:
         """The state of what this rank owns."""
-        return self._local.state
+        return self._inner.state
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
-        if (
-            "_sharded_params" in self.__dict__
-        ):  # the base class's constructor sets an empty one before
-            self._local.replace_state(value)
+        if "_inner" in self.__dict__:  # the base class's constructor sets an empty one before
+            self._inner.replace_state(value)
             self._state_has_changed()
             self._full_state.forget("the state was replaced after the last consolidation")
 
@@ -323,7 +319,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             f"{self._steps} steps taken",
             f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
             f"overlap_with_ddp={self._steps_in_backward}",
-            *self._sharded_params.description(self.param_groups),
+            *self._params.description(self.param_groups),
         ]
 
     # ------------------------------------------------------------------ step
@@ -336,13 +332,13 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         if self._steps_in_backward:
             return None
         self._require_usable()
-        with self._monitor.noting_errors(f"the closure of step {self._steps + 1}"):
+        with self._rank_group.monitor.noting_errors(f"the closure of step {self._steps + 1}"):
             replay = RunClosure(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.give_up_raised()
         if not self._check_steps:  # else all ranks are told of it
             # Before anything is done together: so that this rank can call it again.
-            with self._monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
+            with self._rank_group.monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
         return self._step(replay, kwargs, self._announce(Turn.STEP))
 
@@ -358,18 +354,18 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self.wait()
             self._follow_changes(join_round)
             self._look_for_damage()
-            self._local.masters.follow_params()
+            self._inner.masters.follow_params()
             if self._check_steps:
                 self._compare_step(closure, kwargs, join_round)
             self._compare_gradients()
             gradients = self._gradients(join_round)
-            self._local.options_in(self.param_groups)
+            self._inner.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
                 update = Update(
-                    self._local, closure, kwargs, gradients, self._sharded_params.status.changes
+                    self._inner, closure, kwargs, gradients, self._params.status.changes
                 )
-                order = self._sharded_params.begin_sending()
+                order = self._params.begin_sending()
                 if update.steps_at_once:
                     if self._corruption_check is not None:
                         self._corruption_check.look_at_all()
@@ -380,16 +376,16 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
                     update.update_bucket(bucket)
                     if self._corruption_check is not None:
                         self._corruption_check.seal(bucket)  # while its state is in the cache
-                    self._sharded_params.all_gather(bucket)
-                    self._sharded_params.status.updated()
-                self._sharded_params.finish_step()
-            self._local.options_out(self.param_groups)
+                    self._params.all_gather(bucket)
+                    self._params.status.updated()
+                self._params.finish_step()
+            self._inner.options_out(self.param_groups)
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
-        with self._monitor.noting_errors():
+        with self._rank_group.monitor.noting_errors():
             if join_config(self).enable:
                 self.wait()  # DDP may send its parameters around when the context ends
-        self._monitor.note(f"step {self._steps} finished")
+        self._rank_group.monitor.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return update.result
@@ -401,16 +397,18 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         where = f"in step {self._steps}{self._mode}"
         try:
             self._rank_group.enter(where)
-            with self._sharded_params.status.stepping(self._steps, len(self._plan.buckets)):
+            with self._params.status.stepping(self._steps, len(self._params.plan.buckets)):
                 yield
         except BaseException as error:
             # The other ranks may wait for this one's parameters: tell them why they wait.
-            refusal = self._sharded_params.status.refusal
+            refusal = self._params.status.refusal
             if refusal is not None:
-                self._monitor.note(refusal, same_place=True, is_error=True)
+                self._rank_group.monitor.note(refusal, same_place=True, is_error=True)
                 self._finish_looking()
             else:
-                self._monitor.take_back(f"{where} raised {type(error).__name__}: {error}")
+                self._rank_group.monitor.take_back(
+                    f"{where} raised {type(error).__name__}: {error}"
+                )
                 self._steps -= 1
             raise
 
@@ -421,10 +419,10 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         borrowed = None
         if join_round is not None:
             borrowed = lend_gradients(
-                self._rank_group, join_round, self._plan, self._registry.params
+                self._rank_group, join_round, self._params.plan, self._params.registry.params
             )
         if borrowed is not None:
-            return self._local.by_bucket(borrowed).__getitem__
+            return self._inner.by_bucket(borrowed).__getitem__
         self._require_usable_gradients()  # once more, of what was unfrozen just now
         return of_the_parameters
 
@@ -432,12 +430,13 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         if self._attachment is not None:
             self._attachment.require_averaged()
             return
-        self._sharded_params.require_finished_backward()
-        for index in self._plan.cut_params:
-            grad = self._registry.params[index].grad
+        self._params.require_finished_backward()
+        registry = self._params.registry
+        for index in self._params.plan.cut_params:
+            grad = registry.params[index].grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"{self._registry.names[index]} has a sparse gradient, and its state is cut "
+                    f"{registry.names[index]} has a sparse gradient, and its state is cut "
                     f"over the ranks. Keep it whole: put it into a group of its own with "
                     f'"partition": "whole", or pass partition="whole"'
                 )
@@ -447,15 +446,15 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     @property
     def optim(self) -> Any:
         """The optimizer on this rank's pieces; with several classes, all of them as one."""
-        inners = self._local.inners
-        return inners[0].optimizer if len(inners) == 1 else self._local
+        inners = self._inner.inners
+        return inners[0].optimizer if len(inners) == 1 else self._inner
 
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""
-        sharded_params = self.__dict__.get("_sharded_params")
-        if sharded_params is None or name.startswith("_"):
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        having = [i.optimizer for i in sharded_params.local.inners if hasattr(i.optimizer, name)]
+        having = [each.optimizer for each in inner.inners if hasattr(each.optimizer, name)]
         if not having:
             raise AttributeError(
                 f"neither {type(self).__name__} nor {self._optimizer_class.__name__} has an "
@@ -478,14 +477,14 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._rank_group.enter(f"in {name}()")
         self.wait()
         self._follow_changes()
-        self._local.masters.follow_params()
+        self._inner.masters.follow_params()
         self._full_state.forget(f"{name}() was called after the last consolidation")
-        self._local.options_in(self.param_groups)
+        self._inner.options_in(self.param_groups)
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
-        self._local.options_out(self.param_groups)
+        self._inner.options_out(self.param_groups)
         self._state_has_changed()
-        self._sharded_params.send_all()
+        self._params.send_all()
 
     # ------------------------------------------------------------------ copying
 
@@ -497,12 +496,12 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "_sharded_params", "_full_state", "_tracing"}
+        left = {"step", "_inner", "_params", "_full_state", "_tracing"}
         for key, value in self.__dict__.items():
             if key not in left and not is_table_of_hooks(key):
                 new.__dict__[key] = copy.deepcopy(value, memo)
-        local, registry = copy.deepcopy((self._local, self._registry), memo)
-        new._sharded_params = self._sharded_params.copied(local, registry)
+        new._inner, registry = copy.deepcopy((self._inner, self._params.registry), memo)
+        new._params = self._params.copied(new._inner, registry)
         new._full_state = FullState("this optimizer is a copy that was not consolidated")
         new._tracing = None
         Optimizer.__setstate__(new, {})
@@ -514,49 +513,12 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             "state, and a process group. Save consolidate_state_dict() + state_dict() instead"
         )
 
-    # ------------------------------------------------------------------ parts
-
-    process_group: Any
-
-    rank: int
-
-    world_size: int
-
-    _rank_group: RankGroup
-
-    _sharded_params: ShardedParams
-
-    _policies: PartitionPolicy
-
-    _full_state: FullState
-
-    _attachment: Attachment | None
-
-    _steps: int
-
-    _loaded: list[str]  # what was loaded, in lines, until all ranks are known to have the same
-
-    _steps_in_backward: bool  # overlap_with_ddp
-
-    @property
-    def _monitor(self) -> GroupMonitor:
-        return self._rank_group.monitor
-
-    @property
-    def _local(self) -> InnerOptimizers:
-        return self._sharded_params.local
-
-    @property
-    def _registry(self) -> ParamRegistry:
-        return self._sharded_params.registry
-
-    @property
-    def _plan(self) -> Plan:
-        return self._sharded_params.plan
-
     @property
     def _all_params(self) -> list[torch.Tensor]:
-        return self._registry.params
+        """All parameters, in the order of their groups."""
+        return self._params.registry.params
+
+    # ------------------------------------------------------------------ parts
 
     def _attached(self, method: str) -> Attachment:
         if self._attachment is None:
@@ -570,23 +532,23 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     def _require_usable(self) -> None:
         """Raise if nothing good can come of going on, with the reason and the way back."""
-        self._sharded_params.status.require_whole()
-        self._monitor.require_working()
+        self._params.status.require_whole()
+        self._rank_group.monitor.require_working()
 
     def _bring_level(self) -> None:
         """Before state is loaded: do what is left of a step that failed, since other ranks may be
         further. Its gradients are dropped."""
-        if self._sharded_params.status.state is StepPhase.TORN and self._monitor.refusal is None:
-            self._sharded_params.send_remaining()
+        if self._params.status.state is StepPhase.TORN and self._rank_group.monitor.refusal is None:
+            self._params.send_remaining()
             self.wait()
             self._drop_gradients()
 
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
-        return self._policies.with_options(self._registry.policies, self.param_groups, options)
+        return self._policies.with_options(
+            self._params.registry.policies, self.param_groups, options
+        )
 
     # ------------------------------------------------------------------ growth
-
-    initialized: bool
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, on all ranks. No existing piece moves; a state dict consolidated before is
@@ -596,37 +558,37 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             return
         self._require_usable()
         self._rank_group.enter("adding a parameter group")
-        before, known = len(self.param_groups), len(self._registry.entries)
+        before, known = len(self.param_groups), len(self._params.registry.entries)
 
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
                 raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
-            self._registry.require_same_groups(self.param_groups)
+            self._params.registry.require_same_groups(self.param_groups)
             (group,) = as_groups([param_group])
             check_tensors([*self.param_groups, group])
-            self._local.options_in(self.param_groups)
+            self._inner.options_in(self.param_groups)
             self._add_to_base(group)
             policy = self._policies.of(group, self.defaults)
-            self._sharded_params.admit([group], [policy])
-            self._local.add_group(before, group, policy.optimizer_class)
-            self._local.refill_groups(self.param_groups)  # what was unfrozen is planned, too
-            self._local.options_out(self.param_groups)
-            self._sharded_params.look_for_modules()
+            self._params.admit([group], [policy])
+            self._inner.add_group(before, group, policy.optimizer_class)
+            self._inner.refill_groups(self.param_groups)  # what was unfrozen is planned, too
+            self._inner.options_out(self.param_groups)
+            self._params.look_for_modules()
             return self._description()
 
         try:
-            with self._sharded_params.all_or_nothing():
+            with self._params.all_or_nothing():
                 same_outcome(self._rank_group, "adding a parameter group", prepare)
-                self._sharded_params.require_same_order("adding a parameter group", known)
+                self._params.require_same_order("adding a parameter group", known)
         except BaseException:
             del self.param_groups[before:]
             raise
-        self.defaults = self._local.defaults
-        self._policies.remember_flags(self._registry.policies, self.param_groups)
+        self.defaults = self._inner.defaults
+        self._policies.remember_flags(self._params.registry.policies, self.param_groups)
         self._full_state.forget(
             "a parameter group was added after the last consolidation", is_state_same=True
         )
-        self._sharded_params.settle()
+        self._params.settle()
         if self._attachment is not None:
             self._attachment.catch_up()
 
@@ -641,40 +603,40 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     def _follow_changes(self, join_round: JoinRound | None = None) -> None:
         """What happened to the parameters since the last step: unfrozen, or given new memory."""
-        self._sharded_params.require_untouched(self.param_groups)
+        self._params.require_untouched(self.param_groups)
         self._follow_flags()
-        unfrozen = self._sharded_params.unfrozen()
+        unfrozen = self._params.unfrozen()
         if join_round is not None:
             unfrozen = follow_lender(self._rank_group, join_round, self.param_groups, unfrozen)
-        if unfrozen or not self._sharded_params.is_confirmed:
+        if unfrozen or not self._params.is_confirmed:
             self._take_in(unfrozen)
-        self._sharded_params.follow_memory()
+        self._params.follow_memory()
         if self._attachment is not None:
             self._attachment.catch_up()
 
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
-        present = self._registry.policies
+        present = self._params.registry.policies
         if self._policies.have_flipped(present, self.param_groups):
             policies = self._policies_with(self.param_groups)
-            self._registry.require_same_classes(policies)
+            self._params.registry.require_same_classes(policies)
             if self.world_size > 1:
-                self._registry.require_plan_fits(policies)
+                self._params.registry.require_plan_fits(policies)
             self._policies.remember_flags(present, self.param_groups)
 
     def _take_in(self, unfrozen: Sequence[int]) -> None:
         """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
-        self._monitor.add_to_note(what)
+        self._rank_group.monitor.add_to_note(what)
 
         def prepare() -> list[str]:
-            self._sharded_params.extend(self.param_groups, unfrozen)
+            self._params.extend(self.param_groups, unfrozen)
             return [*self._description(), *self._loaded]
 
-        with self._sharded_params.all_or_nothing():
+        with self._params.all_or_nothing():
             same_outcome(self._rank_group, what, prepare)
-        self._sharded_params.is_confirmed, self._loaded = True, []
-        self._sharded_params.settle()
+        self._params.is_confirmed, self._loaded = True, []
+        self._params.settle()
 
     # ------------------------------------------------------------------ attached mode
 
@@ -715,28 +677,32 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             if self._attachment is not None:
                 raise RuntimeError("the optimizer is attached already: call detach() first")
             require_attachable(
-                module, self._registry, self._plan, self._rank_group.user_group, reduce_dtype
+                module,
+                self._params.registry,
+                self._params.plan,
+                self._rank_group.user_group,
+                reduce_dtype,
             )
             check_switches(lazy_gather=lazy_gather)
             if lazy_gather:
                 require_hookable(module)
-            self._sharded_params.require_same_form()
+            self._params.require_same_form()
             known = names_in(module)
-            names = [known.get(entry.param, "") for entry in self._registry.entries]
-            kind, number = type(module).__name__, self._monitor.attachments
+            names = [known.get(entry.param, "") for entry in self._params.registry.entries]
+            kind, number = type(module).__name__, self._rank_group.monitor.attachments
             how = f"reduce_dtype={reduce_dtype}, lazy_gather={bool(lazy_gather)}"
             lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
-            return [*lines, *self._description(), *describe_names(self._registry, names)]
+            return [*lines, *self._description(), *describe_names(self._params.registry, names)]
 
         same_outcome(self._rank_group, "attaching", prepare)
-        self._monitor.count_attachment()
+        self._rank_group.monitor.count_attachment()
         self.wait()
         if not isinstance(module, DistributedDataParallel):
             send_from_first_rank(self._rank_group, module)
         self._attachment = attachment = Attachment(
             module,
             self._rank_group,
-            self._sharded_params,
+            self._params,
             reduce_dtype,
             lazy_gather,
             self._announce_in_join,
@@ -756,7 +722,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         except BaseException:  # on all ranks, if there is too little on one of them
             self.detach()
             with contextlib.suppress(OSError, RuntimeError):  # maybe there is enough without it
-                self._sharded_params.settle()
+                self._params.settle()
             raise
         logger.info(
             "attached: gradients are sharded during backward and param.grad is None after it; clip "
@@ -771,11 +737,11 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._last_will()
         finally:
             self._attachment = None
-            self._monitor.add_to_note("then detached")
+            self._rank_group.monitor.add_to_note("then detached")
 
     def wait(self) -> None:
         """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
-        self._sharded_params.all_gathers.wait()
+        self._params.all_gathers.wait()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in this context accumulate the gradients of this rank; the first one after it
@@ -803,7 +769,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         check_switches(error_if_nonfinite=error_if_nonfinite, **chosen)
         if self._attachment is None:
             return torch.nn.utils.clip_grad_norm_(
-                self._registry.params, max_norm, norm_type, error_if_nonfinite, foreach
+                self._params.registry.params, max_norm, norm_type, error_if_nonfinite, foreach
             )
         norm: torch.Tensor = self._look("clip", max_norm, norm_type, error_if_nonfinite)
         return norm
@@ -812,7 +778,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         """The norm of all gradients. Collective in attached mode."""
         norm_type = as_number("norm_type", norm_type)
         if self._attachment is None:
-            gradients = [p.grad for p in self._registry.params if p.grad is not None]
+            gradients = [p.grad for p in self._params.registry.params if p.grad is not None]
             return torch.nn.utils.get_total_norm(gradients, norm_type)
         norm: torch.Tensor = self._look("norm", norm_type)
         return norm
@@ -820,7 +786,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """The averaged gradient of a parameter, on all ranks. Collective in attached mode, where
         its dtype is that in which gradients are summed: with master copies, theirs."""
-        index = next((i for i, p in enumerate(self._registry.params) if p is param), None)
+        index = next((i for i, p in enumerate(self._params.registry.params) if p is param), None)
         if index is None:
             raise ValueError("full_grad(p): p is not a parameter of this optimizer")
         if self._attachment is None:
@@ -833,7 +799,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         super().zero_grad(set_to_none)
         if self._attachment is not None:
             self._attachment.zero_grad()
-        self._sharded_params.forgive_backward()  # what the attachment could not mend
+        self._params.forgive_backward()  # what the attachment could not mend
 
     def _look(self, method: str, *args: Any) -> Any:
         """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,
@@ -844,8 +810,8 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         join_round = self._announce_in_join(Turn.LOOK)
         attachment.judge()  # a backward that was given up ends here, on all ranks
         call = f"{_LOOKS[method]}{shown(args, longest=200)}"
-        self._monitor.note(f"{call} after {self._steps} steps{self._mode}")
-        with self._monitor.noting_errors():
+        self._rank_group.monitor.note(f"{call} after {self._steps} steps{self._mode}")
+        with self._rank_group.monitor.noting_errors():
             if join_round is None:
                 # Owners that clip differently, or send the gradients of different parameters,
                 # would go wrong without a sign of it.
@@ -897,7 +863,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._registry.params[0].device
+        return self._params.registry.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -906,11 +872,11 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def _announce(self, turn: Turn) -> JoinRound | None:
         """Tell joined ranks, if there may be any, what comes."""
         if join_config(self).enable:
-            self._monitor.add_to_note(f"inside Join, before {turn.name}")
-        with self._monitor.naming_absentees():  # also those outside of the context
+            self._rank_group.monitor.add_to_note(f"inside Join, before {turn.name}")
+        with self._rank_group.monitor.naming_absentees():  # also those outside of the context
             work = Join.notify_join_context(self)
         if work is not None:
-            self._monitor.wait_for([work])
+            self._rank_group.monitor.wait_for([work])
         return find_round(self._rank_group, turn) if join_config(self).enable else None
 
     def _take_part_joined(self) -> None:
@@ -934,7 +900,9 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._attached("join").shadow_backward(join_round)
         else:
             self._attached("join").judge()
-            self._monitor.note("looking at gradients with the others, joined", is_joined=True)
+            self._rank_group.monitor.note(
+                "looking at gradients with the others, joined", is_joined=True
+            )
             self._follow_changes(join_round)
             method, *args = same_call(self._rank_group, join_round, ())
             getattr(self._attached("join"), method)(*args)
@@ -951,9 +919,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._require_usable()
         self._require_unharmed_state()
         self._bring_masters_up_to_date()
-        self._full_state.gather(
-            self._rank_group, self._sharded_params, self.param_groups, self._steps, to
-        )
+        self._full_state.gather(self._rank_group, self._params, self.param_groups, self._steps, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, as the unsharded optimizer class writes it.
@@ -965,7 +931,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         before, after = state_dict_hooks(self)
         for pre_hook in before.values():
             pre_hook(self)
-        result = self._full_state.as_plain_dict(self.rank, self._sharded_params, self.param_groups)
+        result = self._full_state.as_plain_dict(self.rank, self._params, self.param_groups)
         for post_hook in after.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
@@ -985,38 +951,38 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._bring_level()
-        loadable = check_state_dict(state_dict, self.param_groups, self._registry.cuttable())
+        loadable = check_state_dict(state_dict, self.param_groups, self._params.registry.cuttable())
         self._adopt(loadable)
         if self.world_size > 1:
-            self._loaded = sample_lines(loadable, self._registry.params, self._registry.names)
+            self._loaded = sample_lines(
+                loadable, self._params.registry.params, self._params.registry.names
+            )
         for post_hook in after.values():
             post_hook(self)
 
     def _adopt(self, loadable: Loadable) -> None:
         """Take over state and options; if that fails, nothing has changed."""
-        plan = self._plan
+        plan = self._params.plan
         policies = self._policies_with(loadable.groups)
-        made = self._sharded_params.made_anew(self.param_groups, loadable.states)
-        with torch.inference_mode(False), self._sharded_params.all_or_nothing():
-            self._sharded_params.make_room_for(
-                self.param_groups, loadable.states.keys() - made, policies
-            )
-            adopt_state(self._local, loadable)
+        made = self._params.made_anew(self.param_groups, loadable.states)
+        with torch.inference_mode(False), self._params.all_or_nothing():
+            self._params.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
+            adopt_state(self._inner, loadable)
         self._finish_loading(loadable, plan)
 
     def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
-        with self._sharded_params.status.loading():
+        with self._params.status.loading():
             self._state_has_changed()
             self._full_state.forget(
                 "a state dict was loaded after the last consolidation",
                 is_state_same=loadable.is_empty,  # if there was none before
             )
-            if self._plan is not plan:
-                self._sharded_params.settle()
-            load_masters(self._local, loadable)
+            if self._params.plan is not plan:
+                self._params.settle()
+            load_masters(self._inner, loadable)
             for group, inner, saved in zip(
-                self.param_groups, self._local.param_groups, loadable.groups, strict=True
+                self.param_groups, self._inner.param_groups, loadable.groups, strict=True
             ):
                 kept = {key: group[key] for key in NOT_OPTIONS if key in group}
                 if "param_names" in saved:
@@ -1024,13 +990,13 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
                 group.clear()
                 group.update(kept)
                 group.update(options_of(inner))
-            self._policies.remember_flags(self._registry.policies, self.param_groups)
+            self._policies.remember_flags(self._params.registry.policies, self.param_groups)
         self._warn_of_masters(loadable)
 
     def _warn_of_masters(self, loadable: Loadable) -> None:
         """Of master copies on one side only, once for all ranks."""
-        planned = [entry.param for entry in self._registry.planned(self._plan)]
-        found = compare_masters(loadable, planned, self._local.master_dtype)
+        planned = [entry.param for entry in self._params.registry.planned(self._params.plan)]
+        found = compare_masters(loadable, planned, self._inner.master_dtype)
         if self.rank == 0 and found.are_lacking:
             logger.warning(
                 "what was loaded lacks master copies (%s): they were rebuilt from the parameters",
@@ -1046,7 +1012,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def _bring_masters_up_to_date(self) -> None:
         """Before they are saved: the parameters are here, and what was written into them counts."""
         self.wait()
-        if self._local.masters.follow_writes():
+        if self._inner.masters.follow_writes():
             self._state_has_changed()
 
     # ------------------------------------------------------------------ sharded checkpoints
@@ -1129,24 +1095,24 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
         def prepare() -> list[str]:
             require_name(Path(path))
-            names.extend(checkpoint_names(self._registry, self.param_groups, module))
+            names.extend(checkpoint_names(self._params.registry, self.param_groups, module))
             return [
                 f"from {path}",
                 f"strict={strict}, key={key!r}",
-                *describe_names(self._registry, names),
+                *describe_names(self._params.registry, names),
             ]
 
-        self._monitor.require_working()
+        self._rank_group.monitor.require_working()
         self._bring_level()
         self._rank_group.enter(f"loading {path}")
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
-        plan = self._plan
+        plan = self._params.plan
         # State that is made in inference mode could never be stepped.
-        with torch.inference_mode(False), self._sharded_params.all_or_nothing():
+        with torch.inference_mode(False), self._params.all_or_nothing():
             loadable, report = load_checkpoint(
                 self._rank_group,
-                self._sharded_params,
+                self._params,
                 self.param_groups,
                 names,
                 Path(path),
@@ -1154,7 +1120,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
                 strict=strict,
                 key=key,
             )
-        self._finish_loading(with_ranks_told(self._rank_group, self._local, loadable), plan)
+        self._finish_loading(with_ranks_told(self._rank_group, self._inner, loadable), plan)
         return report
 
     def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
@@ -1169,15 +1135,20 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         def prepare() -> list[str]:
             state_view = self._state_view(module)
             tree.update(state_view.tree())
-            return describe_names(self._registry, state_view.names)
+            return describe_names(self._params.registry, state_view.names)
 
         same_outcome(self._rank_group, "showing the state for a checkpoint", prepare)
         return tree
 
     def _state_view(self, module: torch.nn.Module | None) -> StateView:
-        names = checkpoint_names(self._registry, self.param_groups, module)
+        names = checkpoint_names(self._params.registry, self.param_groups, module)
         return StateView(
-            self._local, self._registry, self._plan, self.param_groups, names, self.rank
+            self._inner,
+            self._params.registry,
+            self._params.plan,
+            self.param_groups,
+            names,
+            self.rank,
         )
 
     def _adopt_sharded(
@@ -1187,7 +1158,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         groups: Sequence[Mapping[str, Any]],
         incomplete: Sequence[str],
     ) -> None:
-        self._monitor.require_working()
+        self._rank_group.monitor.require_working()
         self._bring_level()
         self._rank_group.enter("loading a checkpoint")
         options: list[dict[str, Any]] = []
@@ -1203,27 +1174,17 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             require_same_groups(state_view, [group["params"] for group in groups])
             options.extend(options_from(state_view, groups))
             if self.world_size > 1:
-                self._registry.require_plan_fits(self._policies_with(options))
-            return describe_names(self._registry, state_view.names)
+                self._params.registry.require_plan_fits(self._policies_with(options))
+            return describe_names(self._params.registry, state_view.names)
 
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
         shards, masters = state_view.pieces_from(state)
         said, _ = self._rank_group.minimum_and_maximum(beginnings(state_view, shards))
         shards = without(state_view, shards, names_not_begun(state_view, said))
         loadable = Loadable(state_view.frozen_from(state), {}, options, shards, masters)
-        self._adopt(with_ranks_told(self._rank_group, self._local, loadable))
+        self._adopt(with_ranks_told(self._rank_group, self._inner, loadable))
 
     # ------------------------------------------------------------------ checks
-
-    _check_every: int | None
-
-    _check_steps: bool
-
-    _corruption_check: CorruptionCheck | None
-
-    _compared: int
-
-    _has_compared_gradients: bool
 
     def _watch_with(self, check_every: int | None) -> None:
         self._check_every = check_every
@@ -1243,7 +1204,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._require_usable()
         self._rank_group.enter("comparing replicas")
         self.wait()
-        params = self._registry.params
+        params = self._params.registry.params
         if self._corruption_check is not None:
             self._corruption_check.inspect_now()
         if params:
@@ -1251,13 +1212,13 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._require_equal(prints)
 
     def _require_equal(self, fingerprints: torch.Tensor, since: str = "") -> None:
-        names = self._registry.names
+        names = self._params.registry.names
         suspicions = (
             self._corruption_check.suspicions(len(names))
             if self._corruption_check
             else [""] * len(names)
         )
-        said = counters(self._local, len(names))
+        said = counters(self._inner, len(names))
         require_equal_replicas(
             self._rank_group, Evidence(names, fingerprints, said, suspicions, since)
         )
@@ -1270,15 +1231,17 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         corruption_check = self._corruption_check
         if corruption_check is None:
             return
-        corruption_check.begin(self._steps, self._local, self._plan, self._registry.params)
+        corruption_check.begin(
+            self._steps, self._inner, self._params.plan, self._params.registry.params
+        )
         compares = self._steps % (self._check_every or 1) == 0
-        masters_will_follow = self._local.masters.are_behind()
+        masters_will_follow = self._inner.masters.are_behind()
         if compares or masters_will_follow:
             corruption_check.look_at_all()
         if masters_will_follow:
             corruption_check.unseal()
         if compares and self._compared < self._steps:  # not again if the step is called again
-            self._monitor.add_to_note("comparing replicas")
+            self._rank_group.monitor.add_to_note("comparing replicas")
             require_agreement(self._rank_group, "comparing the ranks", self._description())
             try:
                 self._require_equal(*corruption_check.history())
@@ -1304,7 +1267,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             return
 
         def prepare() -> list[str]:
-            names = self._registry.names
+            names = self._params.registry.names
             corruption_check.inspect_now()
             for name, said in zip(names, corruption_check.suspicions(len(names)), strict=True):
                 if said:
@@ -1337,7 +1300,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         if join_round is None:  # a rank that has joined borrows its gradients
             lines += [
                 f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
-                *self._registry.readiness(with_gradients=self._attachment is None),
+                *self._params.registry.readiness(with_gradients=self._attachment is None),
             ]
         require_agreement(self._rank_group, f"comparing step {self._steps}", lines)
 
@@ -1358,7 +1321,9 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         ):
             return
         views, have_values = self._views_of_gradients()
-        lines = [f"{name}: {view}" for name, view in zip(self._registry.names, views, strict=True)]
+        lines = [
+            f"{name}: {view}" for name, view in zip(self._params.registry.names, views, strict=True)
+        ]
         try:
             require_agreement(self._rank_group, f"comparing gradients in step {self._steps}", lines)
         except RanksDisagree as difference:
@@ -1374,7 +1339,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     def _not_averaged(self, difference: RanksDisagree, index: int) -> RanksDisagree:
         views = "\n".join(difference.message.split("\n")[1:-1])
-        name = self._sharded_params.name_in_module(index)
+        name = self._params.name_in_module(index)
         return RanksDisagree(
             f"the gradient of {name} is not the same on all ranks, so it was not averaged:\n"
             f"{views}\nWithout attach(...), step() expects gradients that were averaged over the "
@@ -1386,7 +1351,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def _views_of_gradients(self) -> tuple[list[str], bool]:
         """The gradient of each parameter in words, and whether any of them is not zero."""
         said, pairs = [], []
-        for param in self._registry.params:
+        for param in self._params.registry.params:
             text, parts = _gradient_of(param)
             said.append(text)
             if parts:
@@ -1406,7 +1371,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
     def memory_report(self) -> MemoryReport:
         """What parameters, gradients and state take of this rank's memory now."""
-        return report_on(self._sharded_params, self._attachment)
+        return report_on(self._params, self._attachment)
 
     def comm_stats(self) -> CommStats:
         """What this rank has sent since the optimizer was built, and how long it waited."""
@@ -1422,7 +1387,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def _facts(self) -> dict[str, Any]:
         """For the trace of a run; ``recorded.py`` reads them."""
         stats = self.comm_stats()
-        classes = dict.fromkeys(policy.optimizer_class for policy in self._registry.policies)
+        classes = dict.fromkeys(policy.optimizer_class for policy in self._params.registry.policies)
         return {
             "version": __version__,
             "world_size": self._rank_group.world_size,

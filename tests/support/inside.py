@@ -45,21 +45,21 @@ from onecopy.tools.pages import run_page
 
 
 def plan_of(optimizer: ZeroRedundancyOptimizer) -> Plan:
-    return optimizer._plan
+    return optimizer._params.plan
 
 
 def params_of(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     """All parameters, in the order of the plan's indices."""
-    return optimizer._registry.params
+    return optimizer._params.registry.params
 
 
 def shards_of(optimizer: ZeroRedundancyOptimizer) -> ShardedParams:
-    return optimizer._sharded_params
+    return optimizer._params
 
 
 def local_of(optimizer: ZeroRedundancyOptimizer) -> InnerOptimizers:
     """The inner optimizers and the pieces of parameters that they update."""
-    return optimizer._local
+    return optimizer._inner
 
 
 def transport_of(optimizer: ZeroRedundancyOptimizer) -> RankGroup:
@@ -80,22 +80,22 @@ def private_group_of(
 
 
 def gatherer_of(optimizer: ZeroRedundancyOptimizer) -> AllGatherQueue:
-    return optimizer._sharded_params.all_gathers
+    return optimizer._params.all_gathers
 
 
 def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[Transfer]:
     """The prepared all-gathers, one per bucket."""
-    return optimizer._sharded_params.all_gathers._transfers
+    return optimizer._params.all_gathers._transfers
 
 
 def in_flight(optimizer: ZeroRedundancyOptimizer) -> Collection[int]:
     """The buckets whose all-gather was launched and not awaited."""
-    return optimizer._sharded_params.all_gathers._launched
+    return optimizer._params.all_gathers._launched
 
 
 def staged_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
     """Memory of the all-gathers besides the parameters."""
-    return optimizer._sharded_params.all_gathers.staged_bytes
+    return optimizer._params.all_gathers.staged_bytes
 
 
 def is_attached(optimizer: ZeroRedundancyOptimizer) -> bool:
@@ -167,7 +167,7 @@ def hooked_for_no_sync(optimizer: ZeroRedundancyOptimizer) -> set[int]:
 
 def ddps_around(optimizer: ZeroRedundancyOptimizer) -> Collection[Any]:
     """The DDP modules that were found around the parameters."""
-    return optimizer._sharded_params._in_modules._ddps
+    return optimizer._params._in_modules._ddps
 
 
 def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
@@ -177,7 +177,7 @@ def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Any:
     """Why the optimizer refuses to go on; None if it does not."""
-    return optimizer._sharded_params.status.refusal
+    return optimizer._params.status.refusal
 
 
 def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
