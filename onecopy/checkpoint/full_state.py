@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
-from onecopy.checkpoint.state import _plain, require_cut_state
+from onecopy.checkpoint.state import (
+    StateDictMisfit,
+    _plain,
+    as_plain_dict,
+    copied,
+    load_into,
+    require_cut_state,
+)
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup, bytes_from_tensor, tensor_from_bytes
 from onecopy.comm.transfer import Form, NotPlain, decode, encode, receive_tensors, send_tensors
@@ -19,7 +25,7 @@ from onecopy.planning.layout import flat_range, in_layout_of
 from onecopy.planning.param_groups import MASTER, ParamRegistry, check_names, update_dtype
 from onecopy.planning.plan import Plan, Shard
 from onecopy.planning.text import shown
-from onecopy.planning.traits import OUR_KEYS, class_name, is_torch_class, options_of
+from onecopy.planning.traits import class_name, is_torch_class, options_of
 from onecopy.sharding.inner import Inner, InnerOptimizers
 from onecopy.sharding.owned import OwnedShard
 from onecopy.sharding.sharded_params import ShardedParams
@@ -48,24 +54,6 @@ class ParamIds:
             numbers.append([ids[param] for param in group["params"]])
             start += len(group["params"])
         return cls(ids, numbers)
-
-
-def as_plain_dict(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """State by parameter, or by a key of the class's own, in the format of ``torch.optim``."""
-    numbering = ParamIds.of(groups)
-    of_params = {
-        numbering.ids[key]: dict(state)
-        for key, state in states.items()
-        if isinstance(key, torch.Tensor)
-    }
-    common = {key: state for key, state in states.items() if not isinstance(key, torch.Tensor)}
-    return {
-        "state": {**dict(sorted(of_params.items())), **common},
-        "param_groups": [
-            {**{k: v for k, v in group.items() if k not in {*OUR_KEYS, "params"}}, "params": ids}
-            for group, ids in zip(groups, numbering.groups, strict=True)
-        ],
-    }
 
 
 def state_outside_the_plan(
@@ -336,13 +324,6 @@ class Loadable:
         return not (self.states or self.common or self.shards or self.has_pieces)
 
 
-class StateDictMisfit(ValueError, KeyError, IndexError):
-    """A state dict that is not whole. Also what torch's class raises then."""
-
-    def __str__(self) -> str:  # a KeyError would print the repr
-        return str(self.args[0])
-
-
 def check_state_dict(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
@@ -368,8 +349,8 @@ def check_state_dict(
         )
     found = Loadable(
         {by_id[key]: state for key, state in states.items() if key in by_id},
-        {key: _copied(state) for key, state in states.items() if key not in by_id},
-        [_copied(dict(saved)) for saved in saved_groups],
+        {key: copied(state) for key, state in states.items() if key not in by_id},
+        [copied(dict(saved)) for saved in saved_groups],
         group_of={
             param: number for number, group in enumerate(groups) for param in group["params"]
         },
@@ -456,16 +437,6 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
     return tensor.nbytes > max(held, _MOST_EXPANDED)
 
 
-def _copied(value: Any) -> Any:
-    """The caller keeps the original, whatever it is."""
-    try:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-    except Exception as error:  # too deep, too large, or an object that refuses
-        raise ValueError(
-            f"the state dict holds {shown(type(value))}, which cannot be copied: {shown(error)}"
-        ) from error
-
-
 _SAMPLED = 16  # elements of a tensor
 
 
@@ -500,20 +471,7 @@ def adopt_state(local: InnerOptimizers, loadable: Loadable) -> None:
     for inner in local.inners:
         _rehearse(local, inner, loadable)
     for inner in local.inners:
-        _load_into(inner.optimizer, _dict_for(local, inner, loadable))
-
-
-def _load_into(optimizer: Optimizer, part: dict[str, Any]) -> None:
-    try:
-        optimizer.load_state_dict(part)
-    except RecursionError as error:  # classes walk through what they are given
-        raise ValueError("the state dict holds containers that hold themselves") from error
-    except Exception as error:
-        name = class_name(type(optimizer))
-        if not is_torch_class(name):
-            raise  # it may refuse in words of its own
-        # Torch's do not look, and then miss something: a bare KeyError says nothing of the dict.
-        raise StateDictMisfit(f"{name} cannot load the state dict: {shown(error)}") from error
+        load_into(inner.optimizer, _dict_for(local, inner, loadable))
 
 
 def _rehearse(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> None:
@@ -547,14 +505,14 @@ def _rehearse(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> None:
         for number, ids in zip(inner.groups, numbering.groups, strict=True)
     ]
     numbered = {numbering.ids[empty]: state for empty, state in states.items()}
-    _load_into(stand_in, {"state": numbered, "param_groups": saved})
+    load_into(stand_in, {"state": numbered, "param_groups": saved})
 
 
 def _outlined(value: Any) -> Any:
     """A state value without the elements of a tensor."""
     if isinstance(value, torch.Tensor) and value.dim():
         return torch.empty([0] * value.dim(), dtype=value.dtype, device=value.device)
-    return _copied(value)
+    return copied(value)
 
 
 def _dict_for(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> dict[str, Any]:
@@ -575,7 +533,7 @@ def _dict_for(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> dict[
         {**options_of(loadable.groups[number]), "params": ids}
         for number, ids in zip(inner.groups, numbering.groups, strict=True)
     ]
-    return {"state": {**state, **_copied(loadable.common)}, "param_groups": groups}
+    return {"state": {**state, **copied(loadable.common)}, "param_groups": groups}
 
 
 class MasterReport(NamedTuple):
@@ -628,6 +586,6 @@ def load_masters(local: InnerOptimizers, loadable: Loadable) -> None:
 def _part_of(owned: OwnedShard, value: Any) -> Any:
     """This piece's part of a state value: a copy, because the caller keeps the original."""
     if not isinstance(value, torch.Tensor) or owned.is_whole or value.dim() == 0:
-        return _copied(value)
+        return copied(value)
     laid_out = in_layout_of(owned.param, value.detach())
     return flat_range(laid_out, owned.shard.start, owned.shard.stop).clone()

@@ -42,7 +42,7 @@ from onecopy.checkpoint.state import (
     StateView,
     describe_names,
     leaves,
-    not_begun,
+    names_without_state,
 )
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
@@ -114,7 +114,7 @@ def _save(
                 exchange.beat()
 
             written = list(_write(state_view, tree, directory, mine, flatten, wrote))
-        return written, not_begun(state_view)
+        return written, names_without_state(state_view)
 
     cause: Exception | None = None
 

@@ -1,7 +1,16 @@
-"""The state that this rank owns, named and cut as checkpoints need it."""
+"""Optimizer state as a list of shards: collected for a checkpoint, and given back from one.
+
+:class:`StateShard` is the only form in which checkpoints see state. :func:`collect` makes the list
+of this rank, of live state or of what the class would make; :func:`adopt` gives such a list to the
+inner optimizers. Whoever loads fills :meth:`StateShard.empty_like` of each shard of
+``collect(view, live=False)``.
+
+State that does not exist yet is saved as -0.0 throughout (:func:`uninitialized`).
+"""
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import itertools
@@ -10,12 +19,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from onecopy.comm.transfer import NotPlain, encode
+from onecopy.comm.group import RankGroup
+from onecopy.comm.transfer import NotPlain, Path, decode, encode, paths
 from onecopy.planning.layout import Chunk, chunks_of, flat_range, is_dense, storage_order
 from onecopy.planning.param_groups import MASTER, ParamRegistry
 from onecopy.planning.plan import Plan
+from onecopy.planning.text import shown
 from onecopy.planning.traits import (
+    OUR_KEYS,
     Kind,
     StateTemplate,
     class_name,
@@ -31,6 +44,708 @@ from onecopy.sharding.parameter_changes import names_in
 from onecopy.torch_private import WRAPPED_MODULES
 
 BY_INDEX = "by_index."
+
+
+@dataclass(frozen=True, slots=True)
+class StateShard:
+    """Elements [start, stop) of one tensor of the unsharded optimizer state, in storage order; or a
+    plain value."""
+
+    param: int  # number in the registry
+    path: Path  # in the state of the parameter: ("exp_avg",), ("history", 0), (MASTER,)
+    data: Any  # a tensor as the inner optimizer holds it, 1-D if it is cut; or a plain value
+    start: int = 0
+    stop: int = 0
+    shape: tuple[int, ...] = ()  # of the unsharded tensor ...
+    order: tuple[int, ...] = ()  # ... and the order of its dimensions in storage
+    is_writer: bool = True  # of what several ranks hold alike (step), one rank writes it
+    owned: OwnedShard | None = None  # whose state it is on this rank; None: of a frozen parameter
+    # The containers of the state that it is a leaf of (see ``transfer.encode``): the same object
+    # in all leaves, none of which may then be missing. None: the state is a flat dict.
+    skeleton: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.data, torch.Tensor)
+
+    @property
+    def is_master(self) -> bool:
+        return self.path == (MASTER,)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size() if self.is_tensor else 0
+
+    def chunks(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """The rectangular chunks of the unsharded tensor that are here, with views of the data."""
+        is_cut = self.data.shape != self.shape
+        for chunk in chunks_of(self.shape, self.order, self.start, self.stop):
+            yield chunk, chunk.view(self.data, self.start, self.order) if is_cut else self.data
+
+    def empty_like(self) -> StateShard:
+        """The same with memory of its own, to be filled."""
+        data = self.data.new_empty(self.stop - self.start)
+        if self.data.shape != self.shape:
+            return replace(self, data=data)
+        ((chunk, _),) = self.chunks()
+        return replace(self, data=chunk.view(data, 0, self.order))
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """What :func:`collect` reads of an optimizer, and the names of its parameters."""
+
+    local: InnerOptimizers
+    registry: ParamRegistry
+    plan: Plan
+    groups: Sequence[Mapping[str, Any]]  # with the options that decide what state there is
+    names: Sequence[str]  # of the parameters, by their number
+    rank: int
+    # First states, by group and form of the tensor: most parameters are alike.
+    _first_states: dict[Any, dict[Any, Any]] = field(default_factory=dict, init=False)
+    # What toys showed, by group and dtype: most parameters are alike.
+    _toys: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False)
+    _changes: dict[Any, bool] = field(default_factory=dict, init=False)
+
+    def names_in(self, number: int) -> list[str]:
+        """The names of the parameters of a group."""
+        entries = zip(self.names, self.registry.entries, strict=True)
+        return [name for name, entry in entries if entry.group == number]
+
+    def names_owned(self) -> list[str]:
+        """The parameters of which this rank owns shards."""
+        params = self.registry.params
+        return [self.names[i] for i in sorted(self.plan.params) if self.local.of(params[i])]
+
+    def template(self, index: int) -> StateTemplate:
+        """Of the state of a parameter: its class, with the options of its group."""
+        number = self.registry.entries[index].group
+        group, cls = self.groups[number], self.registry.policies[number].optimizer_class
+        options = options_of(group)
+        return StateTemplate(
+            cls,
+            lambda stand_in: self.local.construct(cls, [{"params": [stand_in], **options}]),
+            group.get("lr", 0.0),
+        )
+
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """The groups as they are saved: their options, and names under ``"params"``."""
+        found = []
+        for number, group in enumerate(self.groups):
+            for key, value in options_of(group).items():
+                _require_plain(value, f"option {key!r} of group {number}")
+            found.append({**options_of(group), "params": self.names_in(number)})
+        return found
+
+    def made_at_construction(self) -> dict[int, Mapping[str, Any]]:
+        """The state of frozen parameters, if the class makes it in its constructor."""
+        found = {}
+        for index in self.registry.unplanned(self.plan):
+            number, param = self.registry.entries[index].group, self.registry.params[index]
+            cls = self.registry.policies[number].optimizer_class
+            made = self.local.state_made_at_once(cls, self.groups[number], [param])
+            if param in made:
+                found[index] = made[param]
+        return found
+
+    # ------------------------------------------------------------------ showing
+
+    def tree(self, live: bool = True) -> dict[str, Any]:
+        """The share, with fragments of the live state, or of what the class would make.
+
+        Where there is no state yet, fragments have the values with which the class starts.
+        """
+        _require_state_by_param(self.local)
+        state = {}
+        for index in self.indices():
+            shards = self.local.of(self.registry.params[index])
+            of_param = self._state_of(index, shards, live) if shards else {}
+            if of_param:
+                state[self.names[index]] = of_param
+        return {"state": {**state, **self._state_of_frozen()}, "param_groups": self.group_trees()}
+
+    def group_trees(self) -> list[dict[str, Any]]:
+        found = []
+        for number, group in enumerate(self.groups):
+            for key, value in options_of(group).items():
+                _require_plain(value, f"option {key!r} of group {number}")
+            options = replaced(options_of(group), torch.Tensor, self._shared)
+            found.append({**options, "params": self.names_in(number)})
+        return found
+
+    def indices(self) -> list[int]:
+        return sorted(self.plan.params)
+
+    def _state_of(self, index: int, shards: Sequence[OwnedShard], live: bool) -> dict[str, Any]:
+        state = self._inner_state_of(index, shards, live)
+        if not shards[0].has_master:
+            return state
+        masters = [owned.tensor.detach() for owned in shards]
+        if shards[0].is_whole:
+            return {**state, MASTER: Fragment.of_whole(masters[0])}
+        return {**state, MASTER: self._cut_fragment(shards, masters)}
+
+    def _inner_state_of(
+        self, index: int, shards: Sequence[OwnedShard], live: bool
+    ) -> dict[str, Any]:
+        # An empty state is none: a class may have looked for one.
+        states = [self.local.state.get(owned.tensor) or None if live else None for owned in shards]
+        if any(state is None for state in states):
+            return self._start(index, shards)
+        if shards[0].is_whole:
+            (state,) = states
+            _require_plain(state, f"the state of {self.names[index]}")
+            shown: dict[str, Any] = replaced(dict(state or {}), torch.Tensor, Fragment.of_whole)
+            return shown
+        _require_plain(states[0], f"the state of {self.names[index]}")
+        require_cut_state(states[0] or {}, self.names[index])
+        return {
+            str(key): self._cut_value(shards, [state[key] for state in states if state])
+            for key in states[0] or ()
+        }
+
+    def _cut_value(self, shards: Sequence[OwnedShard], values: Sequence[Any]) -> Any:
+        if not isinstance(values[0], torch.Tensor):
+            return values[0]
+        if values[0].shape != (shards[0].shard.numel,):
+            return Fragment.of_whole(values[0], is_mine_to_write=_has_first(shards))
+        return self._cut_fragment(shards, [value.detach() for value in values])
+
+    def _cut_fragment(self, shards: Sequence[OwnedShard], data: Sequence[torch.Tensor]) -> Fragment:
+        param = shards[0].param
+        parts = tuple(
+            Part(owned.shard.start, owned.shard.stop, values)
+            for owned, values in zip(shards, data, strict=True)
+        )
+        return Fragment(tuple(param.shape), storage_order(param.shape, param.stride()), parts)
+
+    def maker(self, index: int) -> StateTemplate:
+        number = self.registry.entries[index].group
+        group, cls = self.groups[number], self.registry.policies[number].optimizer_class
+        options = options_of(group)
+        return StateTemplate(
+            cls,
+            lambda stand_in: self.local.construct(cls, [{"params": [stand_in], **options}]),
+            group.get("lr", 0.0),
+        )
+
+    def _start(self, index: int, shards: Sequence[OwnedShard]) -> dict[str, Any]:
+        """The state with which the class begins."""
+        kind = self.registry.policies[self.registry.entries[index].group].kind
+        if kind is Kind.ELEMENTWISE and is_dense(shards[0].param):
+            return self._elementwise_start(index, shards)
+        return self._whole_start(index, shards[0].tensor)
+
+    def _whole_start(self, index: int, tensor: torch.Tensor) -> dict[str, Any]:
+        maker = self.maker(index)
+
+        def started(key: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return number_at_start(value)
+            device = tensor.device if value.is_meta else value.device
+            return _started(value, maker.start_of(key), device)
+
+        return {
+            str(key): replaced(
+                value, (torch.Tensor, int, float), functools.partial(started, str(key))
+            )
+            for key, value in maker.state_for(tensor).items()
+        }
+
+    def _elementwise_start(self, index: int, shards: Sequence[OwnedShard]) -> dict[str, Any]:
+        maker, tensor = self.maker(index), shards[0].tensor
+        found: dict[str, Any] = {}
+        look = (self.registry.entries[index].group, tensor.dtype, tensor.device)
+        if look not in self._toys:
+            self._toys[look] = maker.state_for_cut(tensor.dtype, tensor.device)
+        for key, value in self._toys[look].items():
+            if not isinstance(value, torch.Tensor):
+                found[key] = number_at_start(value)
+            elif is_toy_shaped(value):
+                start = maker.start_of(key)
+                data = [_repeated(value, start, owned.shard.numel) for owned in shards]
+                found[key] = self._cut_fragment(shards, data)
+            else:
+                whole = _started(value, maker.start_of(key), value.device)
+                found[key] = replace(whole, is_mine_to_write=_has_first(shards))
+        return found
+
+    def _state_of_frozen(self) -> dict[str, Any]:
+        """State that a class makes in its constructor, for parameters that are not planned too."""
+        found = {}
+        for index, made in self.made_for_frozen().items():
+            found[self.names[index]] = replaced(dict(made), torch.Tensor, self._shared)
+        return found
+
+    def _shared(self, tensor: torch.Tensor) -> Fragment:
+        """What all ranks have alike."""
+        return Fragment.of_whole(tensor, is_mine_to_write=self.rank == 0)
+
+    def made_for_frozen(self) -> dict[int, Mapping[str, Any]]:
+        found = {}
+        for index in self.registry.unplanned(self.plan):
+            number, param = self.registry.entries[index].group, self.registry.params[index]
+            cls = self.registry.policies[number].optimizer_class
+            made = self.local.state_made_at_once(cls, self.groups[number], [param])
+            if param in made:
+                found[index] = made[param]
+        return found
+
+    def written_here(self) -> set[str]:
+        """The parameters whose values that are not tensors it is for this rank to write."""
+        shards = [
+            (name, self.local.of(self.registry.params[i])) for i, name in enumerate(self.names)
+        ]
+        return {name for name, of in shards if (_has_first(of) if of else self.rank == 0)}
+
+    # ------------------------------------------------------------------ reading back
+
+    def pieces_from(self, states: Mapping[str, Any]) -> tuple[ShardStates, LoadedMasters]:
+        """The state of each piece and its master copy, by the tensor of the inner optimizer, from
+        the ``"state"`` of a tree."""
+        found: ShardStates = {}
+        masters: LoadedMasters = {}
+        for index in self.indices():
+            state = states.get(self.names[index])
+            shards = self.local.of(self.registry.params[index]) if state is not None else ()
+            for number, owned in enumerate(shards):
+                of_piece = {
+                    key: replaced(value, Fragment, functools.partial(_taken, number))
+                    for key, value in (state or {}).items()
+                }
+                if owned.has_master and MASTER in of_piece:
+                    masters[owned.tensor] = of_piece.pop(MASTER)
+                found[owned.tensor] = self._in_its_containers(index, owned, of_piece)
+        return found, masters
+
+    # ------------------------------------------------------------------ what is frozen, forms
+
+    def frozen_from(self, states: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """State of parameters that are not planned, which every rank has whole."""
+        names = {index: self.names[index] for index in self.made_for_frozen()}
+        return {
+            self.registry.params[index]: replaced(states[name], Fragment, Fragment.whole)
+            for index, name in names.items()
+            if name in states
+        }
+
+    def may_change_form(self, index: int) -> bool:
+        """Whether the state of a parameter may come to have another form as it trains: that of a
+        class that is not torch's."""
+        policy = self.registry.policies[self.registry.entries[index].group]
+        return not is_torch_class(class_name(policy.optimizer_class))
+
+    def outlined(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Fragment | None:
+        """What this rank would have of a tensor of the state of a parameter, if it can have one
+        of that shape."""
+        param = self.registry.params[index]
+        shards = self.local.of(param)
+        outline = torch.zeros((), dtype=dtype, device=param.device)
+        if tuple(shape) == tuple(param.shape) and is_dense(param):
+            return self._cut_fragment(shards, [outline.expand(o.shard.numel) for o in shards])
+        if shards[0].is_whole or not shape:
+            part = Part(0, torch.Size(shape).numel(), outline.expand(torch.Size(shape).numel()))
+            return Fragment(tuple(shape), tuple(range(len(shape))), (part,))
+        return None
+
+    def changes_form(self, index: int) -> bool:
+        """Whether it is seen to do so, on a small parameter."""
+        entry = self.registry.entries[index]
+        look = (entry.group, entry.param.dtype, entry.param.dim())
+        if look not in self._changes:
+            changes = self.may_change_form(index) and self.maker(index).changes_form(entry.param)
+            self._changes[look] = changes
+        return self._changes[look]
+
+    def require_steady_forms(self) -> None:
+        """Raise if a class makes more state than what its first step makes: whoever reads no more
+        than that would leave the rest behind."""
+        for index in filter(self.changes_form, self.indices()):
+            policy = self.registry.policies[self.registry.entries[index].group]
+            raise ValueError(
+                f"{policy.optimizer_class.__name__} changes the form of its state as it trains, "
+                "and dcp.load reads only the form that it is given: use optimizer.load(path, "
+                "module), which takes the form from the checkpoint"
+            )
+
+    def _in_its_containers(self, index: int, owned: OwnedShard, state: Any) -> dict[str, Any]:
+        """Files know lists and string keys only; state of other forms is like the class makes."""
+        if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
+            state = rebuilt(self.maker(index).state_for(owned.tensor), state)
+        return dict(state)
+
+
+# -------------------------------------------------------------------------- collecting
+
+
+def collect(view: StateView, live: bool = True) -> list[StateShard]:
+    """The state of this rank as checkpoints need it, parameter by parameter.
+
+    It is the live state. Of parameters that have none, or of all without ``live``, it is the state
+    that the class would make, with the values with which it starts; -0.0 marks that it does not
+    exist. Raises ``TypeError`` or ``ValueError`` if a checkpoint cannot carry the state.
+    """
+    _require_state_by_param(view.local)
+    found = []
+    for index in sorted(view.plan.params):
+        held = view.local.of(view.registry.params[index])
+        # An empty state is none: a class may have looked for one.
+        states = [view.local.state.get(owned.tensor) or None if live else None for owned in held]
+        has_state = None not in states
+        for owned, state in zip(held, states, strict=True):
+            own = state if state and has_state else _first_state(view, index, owned)
+            master = {MASTER: owned.tensor} if owned.has_master else {}
+            shards = shards_of(owned, {**own, **master}, view.names[index])
+            if live and has_state:
+                _require_first_form(view, owned, shards)
+            found += shards
+    for index, state in view.made_at_construction().items():
+        found += _leaves_of(index, None, state, view.names[index], is_writer=view.rank == 0)
+    return found
+
+
+def shards_of(owned: OwnedShard, state: Mapping[Any, Any], name: str) -> list[StateShard]:
+    """The state of an owned shard, in shards; ``name`` is that of the parameter, for errors."""
+    if owned.is_cut:
+        for key, value in state.items():
+            if isinstance(value, (dict, list, tuple)) and tensors_in(value):
+                raise TypeError(
+                    f"the state {key!r} of {name} is a {type(value).__name__} of tensors, and the "
+                    "parameter is cut over the ranks: they cannot be put together again. Use "
+                    'partition="whole"'
+                )
+    return _leaves_of(owned.shard.param, owned, state, name, is_writer=owned.shard.start == 0)
+
+
+def _leaves_of(
+    param: int, owned: OwnedShard | None, state: Mapping[Any, Any], name: str, is_writer: bool
+) -> list[StateShard]:
+    tensors: list[torch.Tensor] = []
+    own = {key: value for key, value in state.items() if key != MASTER}
+    try:
+        skeleton = encode(own, tensors)
+    except NotPlain as error:
+        raise TypeError(_not_carried(f"the state of {name}", error)) from None
+    found = []
+    for path, leaf in paths(skeleton).items():
+        data = decode(leaf, tensors)
+        shard = StateShard(param, path, data, is_writer=is_writer, owned=owned, skeleton=skeleton)
+        found.append(_placed(shard) if shard.is_tensor else shard)
+    if MASTER in state:
+        found.append(_placed(StateShard(param, (MASTER,), state[MASTER], owned=owned)))
+    return found
+
+
+def _placed(shard: StateShard) -> StateShard:
+    """With its place in the unsharded tensor. Of a cut parameter, a tensor as long as the owned
+    shard is a part; any other is the same on all owners."""
+    data, owned = shard.data.detach().resolve_conj().resolve_neg(), shard.owned
+    if owned is not None and owned.is_cut and data.shape == owned.tensor.shape:
+        shape = tuple(owned.param.shape)
+        order = storage_order(shape, owned.param.stride())
+        start, stop = owned.shard.start, owned.shard.stop
+        return replace(
+            shard, data=data, start=start, stop=stop, shape=shape, order=order, is_writer=True
+        )
+    like = data  # what the memory is laid out like; a first state is one element, expanded
+    if owned is not None and data.shape == owned.param.shape and not is_dense(data):
+        like = owned.param
+    order = storage_order(like.shape, like.stride()) if is_dense(like) else tuple(range(data.dim()))
+    return replace(shard, data=data, stop=data.numel(), shape=tuple(data.shape), order=order)
+
+
+def leaves_of(tree: Mapping[str, Any]) -> dict[Path, Any]:
+    """The tensors and plain values in nested containers, by the paths that DCP gives them."""
+    tensors: list[torch.Tensor] = []
+    leaves = paths(encode(dict(tree), tensors))
+    return {path: decode(leaf, tensors) for path, leaf in leaves.items()}
+
+
+def _require_plain(value: Any, what: str) -> None:
+    try:
+        encode(value, [])
+    except NotPlain as error:
+        raise TypeError(_not_carried(what, error)) from None
+
+
+def _not_carried(what: str, error: NotPlain) -> str:
+    return (
+        f"{what} holds {error}, which a checkpoint cannot carry: only tensors, numbers, strings, "
+        "None and containers of them"
+    )
+
+
+def _require_state_by_param(local: InnerOptimizers) -> None:
+    for inner in local.inners:
+        for key in inner.optimizer.state:
+            if not isinstance(key, torch.Tensor):
+                raise TypeError(
+                    f"{type(inner.optimizer).__name__} keeps state under {key!r}, which "
+                    "belongs to no parameter: a sharded checkpoint has no place for it. Use "
+                    "consolidate_state_dict() and state_dict()"
+                )
+
+
+def _require_first_form(view: StateView, owned: OwnedShard, shards: Sequence[StateShard]) -> None:
+    """Refuse state of another form than the class makes in its first step.
+
+    Why: whoever loads the checkpoint knows that form only, and would leave the rest behind.
+    """
+    index = owned.shard.param
+    cls = view.template(index).optimizer_class
+    if is_torch_class(class_name(cls)):
+        return
+    name = view.names[index]
+    first = shards_of(owned, _first_state(view, index, owned), name)
+    forms = [
+        {shard.path: shard.shape if shard.is_tensor else None for shard in each}
+        for each in (first, [shard for shard in shards if not shard.is_master])
+    ]
+    if forms[0] != forms[1]:
+        changed = min(dotted(p) for p, _ in forms[0].items() ^ forms[1].items())
+        raise ValueError(
+            f"{cls.__name__} changes the form of its state as it trains ({changed} of {name} is "
+            "not what its first step makes), and a sharded checkpoint can be loaded in that form "
+            "only. Use consolidate_state_dict() and state_dict(), which take any form"
+        )
+
+
+# -------------------------------------------------------------------------- before the first step
+
+
+def _first_state(view: StateView, index: int, owned: OwnedShard) -> dict[Any, Any]:
+    """The state with which the class begins; its tensors are one element each in memory."""
+    number, tensor = view.registry.entries[index].group, owned.tensor
+    # Of an elementwise class it is known from a toy; others may treat every shape otherwise.
+    by_toy = view.registry.policies[number].kind is Kind.ELEMENTWISE and is_dense(owned.param)
+    form = (tensor.dtype, tensor.device, None if by_toy else (tensor.shape, tensor.stride()))
+    if (number, form) not in view._first_states:
+        template = view.template(index)
+        made = (
+            template.state_for_cut(tensor.dtype, tensor.device)
+            if by_toy
+            else template.state_for(tensor)
+        )
+        tensors: list[torch.Tensor] = []
+        skeleton = encode(made, tensors)
+        values = {
+            path: _first_value(template, str(path[0]), decode(leaf, tensors), tensor.device)
+            for path, leaf in paths(skeleton).items()
+        }
+        view._first_states[number, form] = _rebuilt(skeleton, values)
+    state = view._first_states[number, form]
+    if not by_toy:
+        return state
+    return {
+        key: value[0, 0].expand(tensor.shape)
+        if isinstance(value, torch.Tensor) and is_toy_shaped(value)
+        else value
+        for key, value in state.items()
+    }
+
+
+def _first_value(template: StateTemplate, key: str, value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return number_at_start(value)
+    start = template.start_of(key) if value.is_floating_point() or value.is_complex() else 0
+    device = device if value.is_meta else value.device
+    return torch.tensor(start, dtype=value.dtype, device=device).expand(value.shape)
+
+
+def names_without_state(view: StateView) -> list[str]:
+    """The parameters of which this rank owns shards without state."""
+    state, params = view.local.state, view.registry.params
+    return [
+        view.names[index]
+        for index in sorted(view.plan.params)
+        if any(not state.get(owned.tensor) for owned in view.local.of(params[index]))
+    ]
+
+
+class _Said(enum.IntEnum):
+    """What the state of a parameter says: did it exist when it was saved?"""
+
+    YES = 0
+    CANNOT_BE_TOLD = 1  # it has no elements
+    NO = 2
+
+
+def uninitialized(view: StateView, shards: Sequence[StateShard], rank_group: RankGroup) -> set[str]:
+    """The parameters whose state did not exist when it was saved. Collective.
+
+    A shard may hold negative zeros by chance: the least of what all ranks say counts. A parameter
+    without elements is as the others of its group.
+    """
+    mine = torch.full((len(view.names),), _Said.NO, dtype=torch.int64, device="cpu")
+    for of_owned in by_owned(shards).values():
+        index = of_owned[0].param
+        mine[index] = min(int(mine[index]), _says(of_owned, view.template(index)))
+    least, _ = rank_group.minimum_and_maximum(mine)
+    entries = list(zip(view.names, view.registry.entries, least.tolist(), strict=True))
+    begun = {entry.group for _, entry, said in entries if said == _Said.YES}
+    return {
+        name
+        for name, entry, said in entries
+        if said == _Said.NO or (said == _Said.CANNOT_BE_TOLD and entry.group not in begun)
+    }
+
+
+def _says(shards: Sequence[StateShard], template: StateTemplate) -> _Said:
+    marks = [
+        shard.data
+        for shard in shards
+        if shard.is_tensor
+        and not shard.is_master
+        and template.is_marked(str(shard.path[0]))
+        and shard.data.is_floating_point()
+    ]
+    with_elements = [mark for mark in marks if mark.numel()]
+    if marks and not with_elements:
+        return _Said.CANNOT_BE_TOLD
+    # The first elements tell in nearly all cases, without reading everything.
+    is_marked = all(
+        _is_negative_zero(mark.flatten()[:1]) and _is_negative_zero(mark) for mark in with_elements
+    )
+    return _Said.NO if with_elements and is_marked else _Said.YES
+
+
+def _is_negative_zero(values: torch.Tensor) -> bool:
+    return bool(((values == 0) & torch.signbit(values)).all())
+
+
+def drop_state(
+    view: StateView, shards: Sequence[StateShard], names: Container[str]
+) -> list[StateShard]:
+    """Without the state of these parameters; master copies stay."""
+    return [shard for shard in shards if shard.is_master or view.names[shard.param] not in names]
+
+
+# -------------------------------------------------------------------------- giving back
+
+
+def by_owned(shards: Sequence[StateShard]) -> dict[OwnedShard, list[StateShard]]:
+    found: dict[OwnedShard, list[StateShard]] = {}
+    for shard in shards:
+        if shard.owned is not None:
+            found.setdefault(shard.owned, []).append(shard)
+    return found
+
+
+def adopt(
+    local: InnerOptimizers,
+    shards: Sequence[StateShard],
+    options: Sequence[Mapping[str, Any]],
+    common: Mapping[Any, Any] | None = None,
+) -> None:
+    """Give the inner optimizers their state, through ``load_state_dict`` of the class.
+
+    Master copies are left out (:func:`masters_in`), and so is state of what this rank does not own.
+
+    Args:
+        shards: ours to keep; all leaves of a state or none.
+        options: by group.
+        common: what a class keeps under keys that are no parameter's.
+    """
+    states = {}
+    for owned, of_owned in by_owned(shards).items():
+        leaves = [shard for shard in of_owned if not shard.is_master]
+        data = {leaf.path: leaf.data for leaf in leaves}
+        if leaves and leaves[0].skeleton is not None:
+            states[owned.tensor] = _rebuilt(leaves[0].skeleton, data)
+        elif leaves:
+            states[owned.tensor] = {path[0]: value for path, value in data.items()}
+    for inner in local.inners:
+        groups = [
+            {**options_of(options[number]), "params": group["params"]}
+            for number, group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
+        ]
+        own = {
+            tensor: states[tensor]
+            for group in groups
+            for tensor in group["params"]
+            if tensor in states
+        }
+        load_into(inner.optimizer, as_plain_dict({**own, **copied(common or {})}, groups))
+
+
+def _rebuilt(skeleton: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
+    """The containers of a skeleton, with these leaves."""
+    if path in leaves:
+        return leaves[path]
+    ((kind, content),) = skeleton.items()
+    if kind == "dict":
+        return {key: _rebuilt(item, leaves, (*path, str(key))) for key, item in content}
+    items = [_rebuilt(item, leaves, (*path, number)) for number, item in enumerate(content)]
+    return items if kind == "list" else tuple(items)
+
+
+def load_into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    try:
+        optimizer.load_state_dict(state_dict)
+    except RecursionError as error:  # classes walk through what they are given
+        raise ValueError("the state dict holds containers that hold themselves") from error
+    except Exception as error:
+        name = class_name(type(optimizer))
+        if not is_torch_class(name):
+            raise  # it may refuse in words of its own
+        # Torch's do not look, and then miss something: a bare KeyError says nothing of the dict.
+        raise StateDictMisfit(f"{name} cannot load the state dict: {shown(error)}") from error
+
+
+class StateDictMisfit(ValueError, KeyError, IndexError):
+    """A state dict that is not whole. Also what torch's class raises then."""
+
+    def __str__(self) -> str:  # a KeyError would print the repr
+        return str(self.args[0])
+
+
+def masters_in(shards: Sequence[StateShard]) -> dict[torch.Tensor, torch.Tensor]:
+    """The master copies, by the tensors of the inner optimizers."""
+    return {shard.owned.tensor: shard.data for shard in shards if shard.is_master and shard.owned}
+
+
+def as_plain_dict(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """State by parameter, or by a key of the class's own, in the format of ``torch.optim``."""
+    ids: dict[torch.Tensor, int] = {}
+    listed: list[list[int]] = []
+    start = 0
+    for group in groups:
+        numbered = enumerate(group["params"], start)
+        ids.update({param: number for number, param in numbered if param not in ids})
+        listed.append([ids[param] for param in group["params"]])
+        start += len(group["params"])
+    of_params = {
+        ids[key]: dict(state) for key, state in states.items() if isinstance(key, torch.Tensor)
+    }
+    common = {key: state for key, state in states.items() if not isinstance(key, torch.Tensor)}
+    return {
+        "state": {**dict(sorted(of_params.items())), **common},
+        "param_groups": [
+            {
+                **{k: v for k, v in group.items() if k not in {*OUR_KEYS, "params"}},
+                "params": numbers,
+            }
+            for group, numbers in zip(groups, listed, strict=True)
+        ],
+    }
+
+
+def copied(value: Any) -> Any:
+    """The caller keeps the original, whatever it is."""
+    try:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    except Exception as error:  # too deep, too large, or an object that refuses
+        raise ValueError(
+            f"the state dict holds {shown(type(value))}, which cannot be copied: {shown(error)}"
+        ) from error
+
+
+# -------------------------------------------------------------------------- names
+
+
+def dotted(path: Path) -> str:
+    """A path as DCP writes it."""
+    return ".".join(map(str, path))
 
 
 def checkpoint_names(
@@ -77,6 +792,7 @@ def _given_names(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, str]
     return found
 
 
+# OLD
 def require_cut_state(state: Mapping[str, Any], whose: str) -> None:
     """Raise where it cannot be told which tensors of a piece's state are parts of a whole."""
     for key, value in state.items():
@@ -122,10 +838,6 @@ def begun(state: Mapping[str, Any], maker: StateTemplate) -> Begun:
         _is_negative_zero(mark.flatten()[:1]) and _is_negative_zero(mark) for mark in with_elements
     )
     return Begun.NO if with_elements and zeros else Begun.YES
-
-
-def _is_negative_zero(values: torch.Tensor) -> bool:
-    return bool(((values == 0) & torch.signbit(values)).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +942,6 @@ def rebuilt(like: Any, tree: Any) -> Any:
 Path_ = tuple[str | int, ...]
 
 
-def dotted(path: Path_) -> str:
-    """A path as DCP writes it."""
-    return ".".join(map(str, path))
-
-
 def leaves(tree: Any) -> Iterator[tuple[Path_, Any]]:
     """(path, value) of everything that has no fragments within it."""
     if isinstance(tree, dict):
@@ -251,276 +958,6 @@ def leaves(tree: Any) -> Iterator[tuple[Path_, Any]]:
 
 ShardStates = dict[torch.Tensor, dict[str, Any]]  # by the tensors of the inner optimizers
 LoadedMasters = dict[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StateView:
-    """An optimizer's share of the state, as a checkpoint sees it."""
-
-    local: InnerOptimizers
-    registry: ParamRegistry
-    plan: Plan
-    groups: Sequence[Mapping[str, Any]]  # with the options that decide what state there is
-    names: Sequence[str]  # of the parameters, by their number
-    rank: int
-    # What toys showed, by group and dtype: most parameters are alike.
-    _toys: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False)
-    _changes: dict[Any, bool] = field(default_factory=dict, init=False)
-
-    # ------------------------------------------------------------------ showing
-
-    def tree(self, live: bool = True) -> dict[str, Any]:
-        """The share, with fragments of the live state, or of what the class would make.
-
-        Where there is no state yet, fragments have the values with which the class starts.
-        """
-        self._require_no_common_state()
-        state = {}
-        for index in self.indices():
-            shards = self.local.of(self.registry.params[index])
-            of_param = self._state_of(index, shards, live) if shards else {}
-            if of_param:
-                state[self.names[index]] = of_param
-        return {"state": {**state, **self._state_of_frozen()}, "param_groups": self.group_trees()}
-
-    def group_trees(self) -> list[dict[str, Any]]:
-        found = []
-        for number, group in enumerate(self.groups):
-            for key, value in options_of(group).items():
-                self._require_plain(value, f"option {key!r} of group {number}")
-            options = replaced(options_of(group), torch.Tensor, self._shared)
-            found.append({**options, "params": self.names_in(number)})
-        return found
-
-    def names_in(self, number: int) -> list[str]:
-        """The names of the parameters of a group."""
-        entries = zip(self.names, self.registry.entries, strict=True)
-        return [name for name, entry in entries if entry.group == number]
-
-    def indices(self) -> list[int]:
-        return sorted(self.plan.params)
-
-    def _state_of(self, index: int, shards: Sequence[OwnedShard], live: bool) -> dict[str, Any]:
-        state = self._inner_state_of(index, shards, live)
-        if not shards[0].has_master:
-            return state
-        masters = [owned.tensor.detach() for owned in shards]
-        if shards[0].is_whole:
-            return {**state, MASTER: Fragment.of_whole(masters[0])}
-        return {**state, MASTER: self._cut_fragment(shards, masters)}
-
-    def _inner_state_of(
-        self, index: int, shards: Sequence[OwnedShard], live: bool
-    ) -> dict[str, Any]:
-        # An empty state is none: a class may have looked for one.
-        states = [self.local.state.get(owned.tensor) or None if live else None for owned in shards]
-        if any(state is None for state in states):
-            return self._start(index, shards)
-        if shards[0].is_whole:
-            (state,) = states
-            self._require_plain(state, f"the state of {self.names[index]}")
-            shown: dict[str, Any] = replaced(dict(state or {}), torch.Tensor, Fragment.of_whole)
-            return shown
-        self._require_plain(states[0], f"the state of {self.names[index]}")
-        require_cut_state(states[0] or {}, self.names[index])
-        return {
-            str(key): self._cut_value(shards, [state[key] for state in states if state])
-            for key in states[0] or ()
-        }
-
-    def _cut_value(self, shards: Sequence[OwnedShard], values: Sequence[Any]) -> Any:
-        if not isinstance(values[0], torch.Tensor):
-            return values[0]
-        if values[0].shape != (shards[0].shard.numel,):
-            return Fragment.of_whole(values[0], is_mine_to_write=_has_first(shards))
-        return self._cut_fragment(shards, [value.detach() for value in values])
-
-    def _cut_fragment(self, shards: Sequence[OwnedShard], data: Sequence[torch.Tensor]) -> Fragment:
-        param = shards[0].param
-        parts = tuple(
-            Part(owned.shard.start, owned.shard.stop, values)
-            for owned, values in zip(shards, data, strict=True)
-        )
-        return Fragment(tuple(param.shape), storage_order(param.shape, param.stride()), parts)
-
-    def maker(self, index: int) -> StateTemplate:
-        number = self.registry.entries[index].group
-        group, cls = self.groups[number], self.registry.policies[number].optimizer_class
-        options = options_of(group)
-        return StateTemplate(
-            cls,
-            lambda stand_in: self.local.construct(cls, [{"params": [stand_in], **options}]),
-            group.get("lr", 0.0),
-        )
-
-    def _start(self, index: int, shards: Sequence[OwnedShard]) -> dict[str, Any]:
-        """The state with which the class begins."""
-        kind = self.registry.policies[self.registry.entries[index].group].kind
-        if kind is Kind.ELEMENTWISE and is_dense(shards[0].param):
-            return self._elementwise_start(index, shards)
-        return self._whole_start(index, shards[0].tensor)
-
-    def _whole_start(self, index: int, tensor: torch.Tensor) -> dict[str, Any]:
-        maker = self.maker(index)
-
-        def started(key: str, value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return number_at_start(value)
-            device = tensor.device if value.is_meta else value.device
-            return _started(value, maker.start_of(key), device)
-
-        return {
-            str(key): replaced(
-                value, (torch.Tensor, int, float), functools.partial(started, str(key))
-            )
-            for key, value in maker.state_for(tensor).items()
-        }
-
-    def _elementwise_start(self, index: int, shards: Sequence[OwnedShard]) -> dict[str, Any]:
-        maker, tensor = self.maker(index), shards[0].tensor
-        found: dict[str, Any] = {}
-        look = (self.registry.entries[index].group, tensor.dtype, tensor.device)
-        if look not in self._toys:
-            self._toys[look] = maker.state_for_cut(tensor.dtype, tensor.device)
-        for key, value in self._toys[look].items():
-            if not isinstance(value, torch.Tensor):
-                found[key] = number_at_start(value)
-            elif is_toy_shaped(value):
-                start = maker.start_of(key)
-                data = [_repeated(value, start, owned.shard.numel) for owned in shards]
-                found[key] = self._cut_fragment(shards, data)
-            else:
-                whole = _started(value, maker.start_of(key), value.device)
-                found[key] = replace(whole, is_mine_to_write=_has_first(shards))
-        return found
-
-    def _state_of_frozen(self) -> dict[str, Any]:
-        """State that a class makes in its constructor, for parameters that are not planned too."""
-        found = {}
-        for index, made in self.made_for_frozen().items():
-            found[self.names[index]] = replaced(dict(made), torch.Tensor, self._shared)
-        return found
-
-    def _shared(self, tensor: torch.Tensor) -> Fragment:
-        """What all ranks have alike."""
-        return Fragment.of_whole(tensor, is_mine_to_write=self.rank == 0)
-
-    def made_for_frozen(self) -> dict[int, Mapping[str, Any]]:
-        found = {}
-        for index in self.registry.unplanned(self.plan):
-            number, param = self.registry.entries[index].group, self.registry.params[index]
-            cls = self.registry.policies[number].optimizer_class
-            made = self.local.state_made_at_once(cls, self.groups[number], [param])
-            if param in made:
-                found[index] = made[param]
-        return found
-
-    def written_here(self) -> set[str]:
-        """The parameters whose values that are not tensors it is for this rank to write."""
-        shards = [
-            (name, self.local.of(self.registry.params[i])) for i, name in enumerate(self.names)
-        ]
-        return {name for name, of in shards if (_has_first(of) if of else self.rank == 0)}
-
-    def _require_plain(self, value: Any, what: str) -> None:
-        try:
-            encode(value, [])
-        except NotPlain as error:
-            raise TypeError(
-                f"{what} holds {error}, which a checkpoint cannot carry: only tensors, numbers, "
-                "strings, None and containers of them"
-            ) from None
-
-    def _require_no_common_state(self) -> None:
-        for inner in self.local.inners:
-            for key in inner.optimizer.state:
-                if not isinstance(key, torch.Tensor):
-                    raise TypeError(
-                        f"{type(inner.optimizer).__name__} keeps state under {key!r}, which "
-                        "belongs to no parameter: a sharded checkpoint has no place for it. Use "
-                        "consolidate_state_dict() and state_dict()"
-                    )
-
-    # ------------------------------------------------------------------ reading back
-
-    def pieces_from(self, states: Mapping[str, Any]) -> tuple[ShardStates, LoadedMasters]:
-        """The state of each piece and its master copy, by the tensor of the inner optimizer, from
-        the ``"state"`` of a tree."""
-        found: ShardStates = {}
-        masters: LoadedMasters = {}
-        for index in self.indices():
-            state = states.get(self.names[index])
-            shards = self.local.of(self.registry.params[index]) if state is not None else ()
-            for number, owned in enumerate(shards):
-                of_piece = {
-                    key: replaced(value, Fragment, functools.partial(_taken, number))
-                    for key, value in (state or {}).items()
-                }
-                if owned.has_master and MASTER in of_piece:
-                    masters[owned.tensor] = of_piece.pop(MASTER)
-                found[owned.tensor] = self._in_its_containers(index, owned, of_piece)
-        return found, masters
-
-    # ------------------------------------------------------------------ what is frozen, forms
-
-    def frozen_from(self, states: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-        """State of parameters that are not planned, which every rank has whole."""
-        names = {index: self.names[index] for index in self.made_for_frozen()}
-        return {
-            self.registry.params[index]: replaced(states[name], Fragment, Fragment.whole)
-            for index, name in names.items()
-            if name in states
-        }
-
-    def may_change_form(self, index: int) -> bool:
-        """Whether the state of a parameter may come to have another form as it trains: that of a
-        class that is not torch's."""
-        policy = self.registry.policies[self.registry.entries[index].group]
-        return not is_torch_class(class_name(policy.optimizer_class))
-
-    def outlined(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Fragment | None:
-        """What this rank would have of a tensor of the state of a parameter, if it can have one
-        of that shape."""
-        param = self.registry.params[index]
-        shards = self.local.of(param)
-        outline = torch.zeros((), dtype=dtype, device=param.device)
-        if tuple(shape) == tuple(param.shape) and is_dense(param):
-            return self._cut_fragment(shards, [outline.expand(o.shard.numel) for o in shards])
-        if shards[0].is_whole or not shape:
-            part = Part(0, torch.Size(shape).numel(), outline.expand(torch.Size(shape).numel()))
-            return Fragment(tuple(shape), tuple(range(len(shape))), (part,))
-        return None
-
-    def changes_form(self, index: int) -> bool:
-        """Whether it is seen to do so, on a small parameter."""
-        entry = self.registry.entries[index]
-        look = (entry.group, entry.param.dtype, entry.param.dim())
-        if look not in self._changes:
-            changes = self.may_change_form(index) and self.maker(index).changes_form(entry.param)
-            self._changes[look] = changes
-        return self._changes[look]
-
-    def require_steady_forms(self) -> None:
-        """Raise if a class makes more state than what its first step makes: whoever reads no more
-        than that would leave the rest behind."""
-        for index in filter(self.changes_form, self.indices()):
-            policy = self.registry.policies[self.registry.entries[index].group]
-            raise ValueError(
-                f"{policy.optimizer_class.__name__} changes the form of its state as it trains, "
-                "and dcp.load reads only the form that it is given: use optimizer.load(path, "
-                "module), which takes the form from the checkpoint"
-            )
-
-    def names_owned(self) -> list[str]:
-        """The parameters of which this rank has pieces."""
-        params = self.registry.params
-        return [self.names[index] for index in self.indices() if self.local.of(params[index])]
-
-    def _in_its_containers(self, index: int, owned: OwnedShard, state: Any) -> dict[str, Any]:
-        """Files know lists and string keys only; state of other forms is like the class makes."""
-        if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
-            state = rebuilt(self.maker(index).state_for(owned.tensor), state)
-        return dict(state)
 
 
 def _has_first(shards: Sequence[OwnedShard]) -> bool:
@@ -547,18 +984,6 @@ def _taken(number: int, fragment: Fragment) -> torch.Tensor:
     if fragment.parts[0].stop - fragment.parts[0].start < torch.Size(fragment.shape).numel():
         return fragment.parts[number].data
     return fragment.whole().clone() if number else fragment.whole()
-
-
-def not_begun(state_view: StateView) -> list[str]:
-    """The parameters of this rank that have no state yet."""
-    return [
-        state_view.names[index]
-        for index in state_view.indices()
-        if any(
-            not state_view.local.state.get(owned.tensor)
-            for owned in state_view.local.of(state_view.registry.params[index])
-        )
-    ]
 
 
 def beginnings(state_view: StateView, shards: Mapping[torch.Tensor, Any]) -> torch.Tensor:
