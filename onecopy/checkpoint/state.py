@@ -32,8 +32,8 @@ from onecopy.planning.traits import (
     Kind,
     StateTemplate,
     class_name,
+    is_per_element,
     is_torch_class,
-    is_toy_shaped,
     number_at_start,
     options_of,
     tensors_in,
@@ -249,7 +249,7 @@ class StateView:
             str(key): replaced(
                 value, (torch.Tensor, int, float), functools.partial(started, str(key))
             )
-            for key, value in maker.state_for(tensor).items()
+            for key, value in maker.for_tensor(tensor).items()
         }
 
     def _elementwise_start(self, index: int, shards: Sequence[OwnedShard]) -> dict[str, Any]:
@@ -257,11 +257,11 @@ class StateView:
         found: dict[str, Any] = {}
         look = (self.registry.entries[index].group, tensor.dtype, tensor.device)
         if look not in self._toys:
-            self._toys[look] = maker.state_for_cut(tensor.dtype, tensor.device)
+            self._toys[look] = maker.for_shard(tensor.dtype, tensor.device)
         for key, value in self._toys[look].items():
             if not isinstance(value, torch.Tensor):
                 found[key] = number_at_start(value)
-            elif is_toy_shaped(value):
+            elif is_per_element(value):
                 start = maker.start_of(key)
                 data = [_repeated(value, start, owned.shard.numel) for owned in shards]
                 found[key] = self._cut_fragment(shards, data)
@@ -371,7 +371,7 @@ class StateView:
     def _in_its_containers(self, index: int, owned: OwnedShard, state: Any) -> dict[str, Any]:
         """Files know lists and string keys only; state of other forms is like the class makes."""
         if owned.is_whole and any(isinstance(v, (dict, list, tuple)) for v in state.values()):
-            state = rebuilt(self.maker(index).state_for(owned.tensor), state)
+            state = rebuilt(self.maker(index).for_tensor(owned.tensor), state)
         return dict(state)
 
 
@@ -522,9 +522,9 @@ def _first_state(view: StateView, index: int, owned: OwnedShard) -> dict[Any, An
     if (number, form) not in view._first_states:
         template = view.template(index)
         made = (
-            template.state_for_cut(tensor.dtype, tensor.device)
+            template.for_shard(tensor.dtype, tensor.device)
             if by_toy
-            else template.state_for(tensor)
+            else template.for_tensor(tensor)
         )
         tensors: list[torch.Tensor] = []
         skeleton = encode(made, tensors)
@@ -538,7 +538,7 @@ def _first_state(view: StateView, index: int, owned: OwnedShard) -> dict[Any, An
         return state
     return {
         key: value[0, 0].expand(tensor.shape)
-        if isinstance(value, torch.Tensor) and is_toy_shaped(value)
+        if isinstance(value, torch.Tensor) and is_per_element(value)
         else value
         for key, value in state.items()
     }

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one gapless run of memory, in whatever order of dimensions."""
+    """Whether the elements fill one run of memory without gaps, in any order of dimensions."""
     expected = 1
     dims = ((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1)
     if tensor.numel() == 0:
@@ -32,7 +32,7 @@ def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The same; but a tensor with gaps is never cut, and comes as it is."""
+    """``flat_range``, or the whole tensor if it has gaps: such tensors are never cut."""
     return flat_range(tensor, start, stop) if is_dense(tensor) else tensor
 
 
@@ -42,38 +42,34 @@ def in_layout_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     Why: pairing a contiguous gradient with a channels_last weight element by element in storage
     order would mix up the elements.
     """
-    if tensor.stride() == param.stride() or _same_order(param, tensor):
-        return tensor
-    return torch.empty_strided(
-        param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
-
-
-def _same_order(param: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Strides of dimensions of size one mean nothing."""
-    return all(
-        a == b
+    same = all(
+        a == b or size == 1  # the stride of a dimension of size one means nothing
         for a, b, size in zip(param.stride(), tensor.stride(), param.shape, strict=True)
-        if size != 1
     )
+    if same:
+        return tensor
+    laid_out = torch.empty_strided(
+        param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return laid_out.copy_(tensor)
 
 
 def one_of_each(values: Iterable[_T]) -> list[_T]:
     """The same values, with one object for all that are equal.
 
-    Thousands of parameters have few shapes, and each that is remembered would be an object.
+    Why: thousands of parameters have few shapes; each remembered shape would be an object.
     """
     known: dict[_T, _T] = {}
     return [known.setdefault(value, value) for value in values]
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:
-    """Whether nothing else can live in the tensor's storage."""
+    """Whether the storage holds nothing but this tensor."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def first_overlap(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Positions of two tensors that share an element, if any do."""
+    """The positions of two tensors that share an element; None if no two do."""
     spans = sorted(
         (str(param.device), *_span(param), position)
         for position, param in enumerate(params)
@@ -89,14 +85,14 @@ def first_overlap(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of a tensor to behind its last, gaps included."""
+    """[start, stop) of the addresses of a tensor, gaps included."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     start = tensor.data_ptr()
     return start, start + reach * tensor.element_size()
 
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """For tensors whose spans cross. Interleaved columns of one matrix, say, share nothing."""
+    """For tensors whose spans overlap: interleaved columns of a matrix share no element."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
@@ -109,7 +105,7 @@ def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangular part of a tensor whose elements follow each other in storage order."""
+    """A rectangular part of a tensor whose elements are consecutive in storage order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -117,13 +113,13 @@ class Chunk:
     stop: int
 
     def view(self, flat: torch.Tensor, first: int, order: Sequence[int]) -> torch.Tensor:
-        """The box within ``flat``, which holds the tensor's elements from ``first`` on."""
+        """The chunk as a view of ``flat``, which holds the tensor's elements from ``first`` on."""
         run = flat[self.start - first : self.stop - first]
         back = [order.index(dim) for dim in range(len(order))]
         return run.view([self.sizes[dim] for dim in order]).permute(back)
 
     def overlap(self, offsets: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
-        """The common part with another box of the tensor; its range means nothing."""
+        """The intersection with another chunk of the tensor, without ``start`` and ``stop``."""
         first = [max(a, b) for a, b in zip(self.offsets, offsets, strict=True)]
         last = [
             min(a + n, b + m)
@@ -147,9 +143,9 @@ def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 
 
 def chunks_of(shape: Sequence[int], order: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
-    """Elements [start, stop) of a tensor, in storage order, as boxes of the tensor.
+    """Elements [start, stop) of a tensor, in storage order, as at most 2 N - 1 chunks.
 
-    An empty tensor is one empty box, so that it leaves a trace.
+    An empty tensor is one empty chunk, so that checkpoints have an entry for it.
     """
     if math.prod(shape) == 0:
         yield Chunk((0,) * len(shape), tuple(shape), 0, 0)
@@ -164,10 +160,11 @@ def chunks_of(shape: Sequence[int], order: Sequence[int], start: int, stop: int)
         )
 
 
-def _rows(
-    shape: Sequence[int], start: int, stop: int, base: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(offsets, sizes, first element) of boxes in a contiguous tensor that begins at ``base``."""
+_Chunk = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _rows(shape: Sequence[int], start: int, stop: int, base: int) -> Iterator[_Chunk]:
+    """(offsets, sizes, first element) of chunks of a contiguous tensor that begins at ``base``."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -176,22 +173,19 @@ def _rows(
     row = math.prod(shape[1:])
     first, into_first = divmod(start, row)
     last, into_last = divmod(stop, row)
+
+    def in_row(number: int, start: int, stop: int) -> Iterator[_Chunk]:
+        for offsets, sizes, at in _rows(shape[1:], start, stop, base + number * row):
+            yield (number, *offsets), (1, *sizes), at
+
     if first == last:
-        yield from _in_row(shape, first, into_first, into_last, base)
+        yield from in_row(first, into_first, into_last)
         return
     if into_first:
-        yield from _in_row(shape, first, into_first, row, base)
+        yield from in_row(first, into_first, row)
         first += 1
     if first < last:
         zeros = (0,) * (len(shape) - 1)
         yield (first, *zeros), (last - first, *shape[1:]), base + first * row
     if into_last:
-        yield from _in_row(shape, last, 0, into_last, base)
-
-
-def _in_row(
-    shape: Sequence[int], row: int, start: int, stop: int, base: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    at = base + row * math.prod(shape[1:])
-    for offsets, sizes, first in _rows(shape[1:], start, stop, at):
-        yield (row, *offsets), (1, *sizes), first
+        yield from in_row(last, 0, into_last)

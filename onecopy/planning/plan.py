@@ -1,21 +1,31 @@
 """Who owns what: a pure function of shapes, dtypes, kinds and the number of ranks.
 
-Parameters of one (kind, dtype, device, unit) form a *stream*, laid end to end in reverse order,
-because that is the order in which backward produces gradients. A stream is cut into *buckets* of
-about 25 MB, and each bucket into one *slot* per rank. The part of one parameter inside one slot is
-a *piece*. Three ranks, buckets of 12 elements, parameters a (10 elements), b (5) and c (6)::
+- A *stream* holds the parameters of one kind, dtype, device and unit, laid end to end. The last
+  parameter comes first, because backward produces its gradient first.
+- A *bucket* is a run of a stream, of about 25 MB: what one collective moves.
+- A *slot* is the part of a bucket that one rank owns.
+- A *segment* is the part of a parameter in a bucket; a *shard* is the part of one in a slot.
 
-    bucket   |           0           |        1        |
-    stream   |c c c c c c b b b b b a|a a a a a a a a a|
-    slot     |0 0 0 0 1 1 1 1 2 2 2 2|0 0 0 1 1 1 2 2 2|
+Parameters a, b and c of 10, 5 and 6 elements, three ranks, and buckets of 48 bytes:
 
-Elementwise streams are cut anywhere, so slots are equal; only the last bucket of a stream has a
-remainder, and its extra elements go one each to the ranks that hold least so far: for streams of
-one unit a cyclic run of ranks, in the order of the user's parameters. Whole streams give each
-tensor to one owner, by longest-processing-time packing over all of them.
+>>> specs = [ParamSpec(index, numel, "float32", 4) for index, numel in enumerate([10, 5, 6])]
+>>> plan = make_plan(specs, world_size=3, bucket_mb=48 / 2**20)
+>>> def draw(letter):
+...     shards = [[s for rank in range(3) for s in plan.shards_in(b, rank)] for b in (0, 1)]
+...     return " | ".join("".join(letter(s) * s.numel for s in bucket) for bucket in shards)
+>>> print("stream", draw(lambda shard: "abc"[shard.param]))
+stream ccccccbbbbba | aaaaaaaaa
+>>> print("slots ", draw(lambda shard: str(shard.rank)))
+slots  000011112222 | 000111222
 
-Nothing here knows of tensors or process groups. A plan stores buckets and arithmetic, never a list
-of all pieces: planning 405 billion parameters for 16,384 ranks takes O(parameters + buckets).
+So b has one segment and two shards: one on rank 1 and one on rank 2.
+
+Elementwise streams are cut anywhere, so slots are equal. Only the last bucket of a stream has a
+remainder: its extra elements go one each to the ranks with the smallest load so far. Whole streams
+give each tensor to one owner, by longest-processing-time packing over all of them.
+
+A plan stores buckets and arithmetic, never a list of all shards: planning 405 billion parameters
+for 16,384 ranks takes O(parameters + buckets). Read `Plan`, then `Plan.extended`.
 """
 
 from __future__ import annotations
@@ -47,24 +57,24 @@ def check_bucket_mb(bucket_mb: Any) -> None:
 
 
 # Elements that are never separated. Why: a vectorised loop and its scalar tail may round
-# differently, so a cut changes bits unless it lies on a multiple of the vector length from the
+# differently, so a cut changes bits unless it lies a multiple of the vector length away from the
 # parameter's first element. Measured over torch's elementwise classes: 16-bit results depend on
-# it, and so do those of the fused implementations in 32 and 64 bits; all others do not.
+# the cut, and so do 32-bit and 64-bit results of the fused implementations; all others do not.
 UNIT_OF_NARROW_DTYPES = 64
 UNIT_OF_FUSED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """All that planning needs to know of a parameter."""
+    """What planning needs to know of a parameter."""
 
-    index: int  # the caller's number for it
+    index: int  # the caller's number of it
     numel: int
     dtype: str
     itemsize: int  # bytes of an element
-    device: str = "cpu"  # the same word on every rank: see intake.device_words
+    device: str = "cpu"  # the same on every rank: see ParamRegistry
     kind: Kind = Kind.ELEMENTWISE
-    cost: int | None = None  # work of updating it whole, by default its number of elements
+    cost: int | None = None  # work of updating it whole; by default its number of elements
     fused: bool = False  # updated by a fused implementation
 
     def __post_init__(self) -> None:
@@ -83,7 +93,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of a parameter that lies in a bucket, whoever owns it."""
+    """The part of a parameter in one bucket, whoever owns it."""
 
     param: int
     start: int  # elements of the parameter, in storage order
@@ -109,7 +119,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Parameters of one kind, dtype and device, laid end to end in reverse order."""
+    """Parameters of one kind, dtype, device and unit, laid end to end in reverse order."""
 
     kind: Kind
     dtype: str
@@ -118,13 +128,13 @@ class Stream:
     unit: int  # elements that are never separated
     params: tuple[int, ...]
     numels: tuple[int, ...]
-    starts: tuple[int, ...]  # where each parameter begins, a multiple of `unit`
-    stop: int  # end of the last parameter, padded to `unit`
+    starts: tuple[int, ...]  # offsets of the parameters, multiples of `unit`
+    stop: int  # end of the last parameter, rounded up to `unit`
     owners: tuple[int, ...] = ()  # whole streams only: the rank of each parameter ...
     costs: tuple[int, ...] = ()  # ... and the work of updating it
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(position in `params`, first, last + 1 element of it) of what lies in [start, stop)."""
+        """(position in `params`, start, stop) of the part of each parameter in [start, stop)."""
         i = max(bisect.bisect_right(self.starts, start) - 1, 0)
         while i < len(self.params) and self.starts[i] < stop:
             first = max(start - self.starts[i], 0)
@@ -136,7 +146,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A run [start, stop) of a stream: what one gather moves."""
+    """A run [start, stop) of a stream: what one collective moves."""
 
     stream: int
     start: int
@@ -174,14 +184,12 @@ class Plan:
         if covered != [stream.stop for stream in self.streams]:
             raise ValueError("the buckets do not cover their streams")
 
-    # ------------------------------------------------------------------ asking
-
     @cached_property
     def params(self) -> frozenset[int]:
         return frozenset(param for stream in self.streams for param in stream.params)
 
     def slot(self, bucket: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of a rank's slot in an elementwise bucket, counted from the bucket."""
+        """[start, stop) of a rank's slot within an elementwise bucket."""
         b = self.buckets[bucket]
         unit = self.streams[b.stream].unit
         each = b.numel // unit // self.world_size
@@ -191,7 +199,7 @@ class Plan:
         return start, start + (each + longer) * unit
 
     def rank_at(self, bucket: int, offset: int) -> int:
-        """The owner of an element of an elementwise bucket, counted from the bucket."""
+        """The owner of the element at an offset of an elementwise bucket."""
         b = self.buckets[bucket]
         if not b.extra:
             return offset // (b.numel // self.world_size)
@@ -199,7 +207,7 @@ class Plan:
         return bisect.bisect_right(ranks, offset, key=lambda r: self.slot(bucket, r)[0]) - 1
 
     def range_of(self, bucket: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of what a rank owns in a bucket, whatever its kind: always one run."""
+        """[start, stop) of what a rank owns in a bucket of any kind: always one run."""
         if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
             return self.slot(bucket, rank)
         shards = [shard for shard in self.shards_in(bucket, rank) if shard.numel]
@@ -208,26 +216,26 @@ class Plan:
         return shards[0].offset, shards[-1].offset + shards[-1].numel
 
     def has_equal_slots(self, bucket: int) -> bool:
-        """Whether one equal-sized collective can move the bucket."""
+        """Whether a collective of equal sizes can move the bucket."""
         b = self.buckets[bucket]
         return self.streams[b.stream].kind is Kind.ELEMENTWISE and not b.extra
 
     def segments(self, bucket: int) -> Iterator[Segment]:
-        """What a bucket holds, in its order."""
+        """The contents of a bucket, in order."""
         b = self.buckets[bucket]
         stream = self.streams[b.stream]
         for i, first, last in stream.between(b.start, b.stop):
             yield Segment(stream.params[i], first, last, stream.starts[i] + first - b.start)
 
     def shards(self, rank: int) -> Iterator[Shard]:
-        """All that a rank owns, bucket by bucket."""
+        """Everything that a rank owns, bucket by bucket."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
         return itertools.chain.from_iterable(
             self.shards_in(bucket, rank) for bucket in range(len(self.buckets))
         )
 
-    pieces = shards  # its name in release 0.1
+    pieces = shards  # the name in release 0.1
 
     def shards_in(self, bucket: int, rank: int) -> Iterator[Shard]:
         b = self.buckets[bucket]
@@ -246,26 +254,19 @@ class Plan:
 
     @cached_property
     def cut_params(self) -> frozenset[int]:
-        """The parameters that are in more than one piece."""
-        buckets: dict[int, list[int]] = {}
-        for number, bucket in enumerate(self.buckets):
-            buckets.setdefault(bucket.stream, []).append(number)
+        """The parameters that have more than one shard."""
         cut = set()
-        for number, stream in enumerate(self.streams):
+        for number, bucket in enumerate(self.buckets):
+            stream = self.streams[bucket.stream]
             if stream.kind is Kind.WHOLE:
                 continue
-            ordered = sorted(buckets[number], key=lambda b: self.buckets[b].start)
-            for param, start, numel in zip(
-                stream.params, stream.starts, stream.numels, strict=True
-            ):
-                if self._place(ordered, start) != self._place(ordered, start + numel - 1):
-                    cut.add(param)
+            for i, start, stop in stream.between(bucket.start, bucket.stop):
+                offset = stream.starts[i] - bucket.start
+                if stop - start < stream.numels[i] or (
+                    self.rank_at(number, offset) != self.rank_at(number, offset + stop - 1)
+                ):
+                    cut.add(stream.params[i])
         return frozenset(cut)
-
-    def _place(self, ordered: Sequence[int], position: int) -> tuple[int, int]:
-        """(bucket, rank) of an element of a stream, given the stream's buckets in order."""
-        at = bisect.bisect_right(ordered, position, key=lambda b: self.buckets[b].start) - 1
-        return ordered[at], self.rank_at(ordered[at], position - self.buckets[ordered[at]].start)
 
     def load(self, rank: int, kind: Kind | None = None) -> int:
         """Elements that a rank owns, of one kind or of both."""
@@ -280,15 +281,43 @@ class Plan:
         """A fingerprint that is the same in every process, unlike ``hash()``."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
-    # ------------------------------------------------------------------ growing
-
     def extended(self, specs: Iterable[ParamSpec]) -> Plan:
-        """A plan for these parameters too, in which every existing piece stays where it is."""
-        return _extend(self, tuple(specs))
+        """A plan for these parameters too, in which every existing shard stays where it is."""
+        together: dict[tuple[Kind, str, int, str, int], list[ParamSpec]] = {}
+        for spec in sorted(specs, key=lambda s: s.index, reverse=True):
+            # An empty tensor cannot be cut; one owner gives it the state and the keys it would have
+            # unsharded.
+            kind = spec.kind if spec.numel else Kind.WHOLE
+            unit = 1 if kind is Kind.WHOLE else spec.unit
+            key = (kind, spec.dtype, spec.itemsize, spec.device, unit)
+            together.setdefault(key, []).append(spec)
 
-    def emptied(self) -> Plan:
-        """A plan of nothing, for as many ranks and buckets of the same size."""
-        return Plan(self.world_size, self.bucket_bytes)
+        owners = _owners(
+            self, [s for key, of in together.items() if key[0] is Kind.WHOLE for s in of]
+        )
+        laid_out = {
+            key: _lay_out(of, Kind.ELEMENTWISE, of[0].unit)
+            for key, of in together.items()
+            if key[0] is Kind.ELEMENTWISE
+        }
+        extras = _deal_remainders(self, laid_out.values())
+        streams = list(self.streams)
+        new_buckets: list[Bucket] = []
+        for key, of_stream in together.items():
+            if key[0] is Kind.WHOLE:
+                stream, buckets = _whole_stream(len(streams), of_stream, owners, self.bucket_bytes)
+            else:
+                stream = laid_out[key]
+                buckets = _cut(len(streams), stream, extras[stream.params], self)
+            streams.append(stream)
+            new_buckets += buckets
+
+        # A bucket is complete when its earliest parameter has its gradient, and backward produces
+        # gradients from the last parameter to the first.
+        new_buckets.sort(key=lambda b: -_earliest_param(streams[b.stream], b))
+        return Plan(
+            self.world_size, self.bucket_bytes, tuple(streams), (*self.buckets, *new_buckets)
+        )
 
 
 def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25) -> Plan:
@@ -303,48 +332,15 @@ def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25
 
 
 def default_bucket_mb(numbytes: int) -> float:
-    """For parameters of so many bytes.
+    """The bucket size for parameters of so many bytes.
 
-    25 MiB, enough for any wire; but at least 32 buckets, so that the first and the last one, which
-    hide behind nothing, are a small part of small models, and so is the memory they pass through.
-    Below 1 MiB a bucket costs more messages than that is worth.
+    25 MiB fills any link. A small model gets at least 32 buckets: then the first and the last one,
+    which overlap with nothing, are a small part of it, and so is staging memory. Below 1 MiB the
+    cost of more messages is larger than that gain.
     """
-    sixteenths = -(-numbytes // (32 * 2**16))  # of a MiB, rounded up: else a crumb would be left
+    # In sixteenths of a MiB, rounded up: rounded down, a tiny bucket would be left over.
+    sixteenths = -(-numbytes // (32 * 2**16))
     return min(25.0, max(1.0, sixteenths / 16))
-
-
-def _extend(plan: Plan, specs: Sequence[ParamSpec]) -> Plan:
-    together: dict[tuple[Kind, str, int, str, int], list[ParamSpec]] = {}
-    for spec in sorted(specs, key=lambda s: s.index, reverse=True):
-        # An empty tensor cannot be cut; one owner gives it the state and the keys it would have
-        # unsharded.
-        kind = spec.kind if spec.numel else Kind.WHOLE
-        unit = 1 if kind is Kind.WHOLE else spec.unit
-        key = (kind, spec.dtype, spec.itemsize, spec.device, unit)
-        together.setdefault(key, []).append(spec)
-
-    owners = _owners(plan, [s for key, of in together.items() if key[0] is Kind.WHOLE for s in of])
-    laid_out = {
-        key: _lay_out(of, Kind.ELEMENTWISE, of[0].unit)
-        for key, of in together.items()
-        if key[0] is Kind.ELEMENTWISE
-    }
-    extras = _deal_remainders(plan, laid_out.values())
-    streams = list(plan.streams)
-    new_buckets: list[Bucket] = []
-    for key, of_stream in together.items():
-        if key[0] is Kind.WHOLE:
-            stream, buckets = _whole_stream(len(streams), of_stream, owners, plan.bucket_bytes)
-        else:
-            stream = laid_out[key]
-            buckets = _cut(len(streams), stream, extras[stream.params], plan)
-        streams.append(stream)
-        new_buckets += buckets
-
-    # A bucket is complete when its earliest parameter has its gradient, and gradients arrive from
-    # the last parameter to the first.
-    new_buckets.sort(key=lambda b: -_earliest_param(streams[b.stream], b))
-    return Plan(plan.world_size, plan.bucket_bytes, tuple(streams), (*plan.buckets, *new_buckets))
 
 
 def _earliest_param(stream: Stream, bucket: Bucket) -> int:
@@ -356,13 +352,13 @@ def _earliest_param(stream: Stream, bucket: Bucket) -> int:
 def _deal_remainders(
     plan: Plan, streams: Iterable[Stream]
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The ranks whose slot in the last bucket of a stream is one unit longer, by the parameters of
-    the stream.
+    """The ranks whose slot in the last bucket of a stream is one unit longer, keyed by the
+    parameters of the stream.
 
     Streams are dealt in the order of their first parameter. The extra units of a stream go to the
-    ranks with the smallest load, the lowest first. As long as all units are of one size, that is a
-    cyclic run of ranks: the first starts at rank 0, the next where the last one ended. With units
-    of several sizes a cyclic run would give the large units to the same ranks again and again.
+    ranks with the smallest load, the lowest first. While all units are of one size, that is a
+    cyclic run of ranks: it starts at rank 0, and the next where the last one ended. With units of
+    several sizes a cyclic run would give the large units to the same ranks again and again.
     """
     loads = _elementwise_loads(plan)
     extras = {}
@@ -377,7 +373,7 @@ def _deal_remainders(
 
 def _cut(number: int, stream: Stream, extra: tuple[int, ...], plan: Plan) -> list[Bucket]:
     """The buckets of an elementwise stream; ``extra``: the ranks that get one unit more."""
-    if plan.world_size == 1:  # a parameter keeps its identity only in one piece
+    if plan.world_size == 1:  # only an uncut parameter is itself the shard
         return [Bucket(number, 0, stream.stop)]
     row = plan.world_size * stream.unit  # one unit for every rank
     length = max(1, plan.bucket_bytes // (row * stream.itemsize)) * row
@@ -391,9 +387,9 @@ def _cut(number: int, stream: Stream, extra: tuple[int, ...], plan: Plan) -> lis
 def _whole_stream(
     number: int, specs: Sequence[ParamSpec], owners: Mapping[int, int], limit: int
 ) -> tuple[Stream, list[Bucket]]:
-    """A stream of whole tensors, in runs of at most ``limit`` bytes.
+    """A stream of whole tensors, in buckets of at most ``limit`` bytes.
 
-    Within a run the tensors of one owner lie together, so that they travel together.
+    Within a bucket the tensors of one owner are adjacent, so that one message can hold them.
     """
     runs = [sorted(run, key=lambda s: owners[s.index]) for run in _runs(specs, limit)]
     ordered = [spec for run in runs for spec in run]
@@ -408,7 +404,7 @@ def _whole_stream(
 
 
 def _lay_out(specs: Sequence[ParamSpec], kind: Kind, unit: int) -> Stream:
-    # An empty tensor takes one place, so that it lies in exactly one bucket.
+    # An empty tensor is laid out as one element, so that it lies in exactly one bucket.
     lengths = [max(1, -(-spec.numel // unit)) * unit for spec in specs]
     starts = tuple(accumulate(lengths, initial=0))
     return Stream(
@@ -425,7 +421,7 @@ def _lay_out(specs: Sequence[ParamSpec], kind: Kind, unit: int) -> Stream:
 
 
 def _runs(specs: Iterable[ParamSpec], limit: int) -> Iterator[list[ParamSpec]]:
-    """Consecutive tensors of at most ``limit`` bytes together, or one that is larger."""
+    """Runs of tensors of at most ``limit`` bytes together, or of one that is larger."""
     run: list[ParamSpec] = []
     size = 0
     for spec in specs:
@@ -439,7 +435,7 @@ def _runs(specs: Iterable[ParamSpec], limit: int) -> Iterator[list[ParamSpec]]:
 
 
 def _elementwise_loads(plan: Plan) -> list[int]:
-    """Elements per rank in the remainders of elementwise streams so far, padding included."""
+    """Elements per rank in the remainders of elementwise streams, padding included."""
     loads = [0] * plan.world_size
     for bucket in plan.buckets:
         for rank in bucket.extra:

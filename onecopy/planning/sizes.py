@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from onecopy.planning.plan import Plan, Segment
-from onecopy.planning.text import counted
+from onecopy.planning.text import plural
 from onecopy.planning.traits import Kind
 
 _MB = 10**6
@@ -145,8 +145,8 @@ def plan_summary(plan: Plan, classes: Iterable[type]) -> str:
     kept = f", {whole} of them kept whole" if whole else ""
     names = " and ".join(dict.fromkeys(cls.__name__ for cls in classes))
     return (
-        f"planned {counted(len(plan.params), 'parameter')}{kept}, {sum(loads):,} elements, for "
-        f"{names} on {counted(plan.world_size, 'rank')} in {counted(len(plan.buckets), 'bucket')}: "
+        f"planned {plural(len(plan.params), 'parameter')}{kept}, {sum(loads):,} elements, for "
+        f"{names} on {plural(plan.world_size, 'rank')} in {plural(len(plan.buckets), 'bucket')}: "
         f"at most {max(loads):,} elements on a rank, {imbalance(loads):.3f} times an even share"
     )
 

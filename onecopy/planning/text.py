@@ -21,15 +21,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(runs)
 
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-
-
 def in_bytes(count: float) -> str:
     """
     >>> in_bytes(999), in_bytes(16_060_522_496), in_bytes(0)
     ('999 B', '16.1 GB', '0 B')
     """
-    return _scaled(count, _UNITS, " ")
+    return _scaled(count, (" B", " kB", " MB", " GB", " TB", " PB", " EB"))
 
 
 def in_short(count: float) -> str:
@@ -37,32 +34,24 @@ def in_short(count: float) -> str:
     >>> in_short(8_030_261_248), in_short(327)
     ('8.03B', '327')
     """
-    return _scaled(count, ("", "K", "M", "B", "T"), "", digits=3)
+    return _scaled(count, ("", "K", "M", "B", "T"))
 
 
-def _scaled(count: float, units: Sequence[str], space: str, digits: int = 3) -> str:
+def _scaled(count: float, units: Sequence[str]) -> str:
     at = 0
     # Why not 1000: 999.96 would be printed as 1000.
     while abs(count) >= 999.5 and at < len(units) - 1:
         count, at = count / 1000, at + 1
     if at == 0:
-        return f"{count:.0f}{space}{units[0]}"
-    decimals = max(0, digits - len(str(int(abs(count) + 0.05))))
-    return f"{count:.{decimals}f}{space}{units[at]}"
-
-
-def plural(count: int, noun: str) -> str:
-    """
-    >>> plural(1, "step"), plural(0, "backward")
-    ('1 step', '0 backwards')
-    """
-    return f"{count} {noun}{'s' * (count != 1)}"
+        return f"{count:.0f}{units[0]}"
+    decimals = max(0, 3 - len(str(int(abs(count) + 0.05))))
+    return f"{count:.{decimals}f}{units[at]}"
 
 
 def in_seconds(seconds: float) -> str:
     """
-    >>> in_seconds(0.0123), in_seconds(4.2e-5), in_seconds(75)
-    ('12.3 ms', '42.0 us', '75.0 s')
+    >>> in_seconds(0.0123), in_seconds(4.2e-5), in_seconds(75), in_seconds(0)
+    ('12.3 ms', '42.0 us', '75.0 s', '0 s')
     """
     if not seconds:
         return "0 s"
@@ -72,16 +61,16 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def counted(number: int, what: str) -> str:
+def plural(count: int, noun: str) -> str:
     """
-    >>> counted(1, "rank"), counted(16384, "rank")
+    >>> plural(1, "rank"), plural(16384, "rank")
     ('1 rank', '16,384 ranks')
     """
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as they need to be; the first ``left`` of them lean to the left.
+    """Rows with aligned columns, of which the first ``left`` are aligned to the left.
 
     >>> print(table([["a", "1"], ["bcd", "20"]]))
     a      1
@@ -99,13 +88,13 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """A value in an error: whatever it is, in one line that is not too long.
+    """A value of any type for an error message: one line of limited length.
 
     >>> shown("x" * 9, longest=5), shown(10**5000)
     ("'xxxx...", 'a value of type int')
     """
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # too deep, too long, or an object that cannot be shown
+    except Exception:  # nested too deeply, too long, or a __repr__ that raises
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= longest else f"{text[:longest]}..."

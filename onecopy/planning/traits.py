@@ -1,4 +1,9 @@
-"""What an optimizer class does with a tensor: how it may be cut, and which state it makes."""
+"""What an optimizer class does with a tensor: how it may be cut, and which state it makes.
+
+Classes of torch are known. Any other class is *probed* once per class and options: it steps on
+small tensors, alone, together and cut, and its kind follows from what changes. Read `traits_of`,
+`partition_kind`, then `StateTemplate`, which steps on stand-ins to see the state of a group.
+"""
 
 from __future__ import annotations
 
@@ -49,33 +54,28 @@ class Traits:
     reason: str
 
 
-_BY_ITSELF = Traits(Kind.ELEMENTWISE, "every element is updated by itself")
-_ELEMENTWISE_NAMES = (
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
-    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
-)
+_ELEMENTWISE = Traits(Kind.ELEMENTWISE, "every element is updated by itself")
+_TRAITS_BY_NAME = {
+    **dict.fromkeys(("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"), _ELEMENTWISE),
+    **dict.fromkeys(("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"), _ELEMENTWISE),
+    "Muon": Traits(Kind.WHOLE, "it orthogonalises whole matrices"),
+    "Adafactor": Traits(Kind.WHOLE, "it keeps statistics of rows, columns and whole tensors"),
+    "SparseAdam": Traits(Kind.WHOLE, "its sparse gradients index the rows of a whole tensor"),
+    "LBFGS": Traits(
+        Kind.GLOBAL,
+        "it treats all parameters as one vector and evaluates its closure as often as a line "
+        "search over that vector asks",
+    ),
+}
+# Why getattr: the older releases that we support lack some of the classes.
+_KNOWN: dict[type[Optimizer], Traits] = {
+    cls: traits
+    for name, traits in _TRAITS_BY_NAME.items()
+    if (cls := getattr(torch.optim, name, None)) is not None
+}
 
-
-def _known() -> dict[type[Optimizer], Traits]:
-    by_name = {
-        **dict.fromkeys(_ELEMENTWISE_NAMES, _BY_ITSELF),
-        "Muon": Traits(Kind.WHOLE, "it orthogonalises whole matrices"),
-        "Adafactor": Traits(Kind.WHOLE, "it keeps statistics of rows, columns and whole tensors"),
-        "SparseAdam": Traits(Kind.WHOLE, "its sparse gradients index the rows of a whole tensor"),
-        "LBFGS": Traits(
-            Kind.GLOBAL,
-            "it treats all parameters as one vector and evaluates its closure as often as a "
-            "line search over that vector asks",
-        ),
-    }
-    # Why getattr: the older releases that we support lack some of the classes.
-    return {cls: v for name, v in by_name.items() if (cls := getattr(torch.optim, name, None))}
-
-
-_KNOWN = _known()
-
-# Options that choose between implementations of the same arithmetic. Some of them need an
-# accelerator, which the toy tensors of the probe are not on.
+# Options that choose between implementations of the same arithmetic. Some need an accelerator, and
+# the probe is on the CPU.
 _IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -155,8 +155,7 @@ _TOY_STEPS = 64
 _LARGE_TOY = (144, 150)
 
 
-# Verdicts by class and options, so that a hundred groups of an unknown class cost one probe, and
-# one warning.
+# By class and options: a hundred groups of an unknown class cost one probe, and one warning.
 _probed: weakref.WeakKeyDictionary[type[Optimizer], dict[str, Traits]] = weakref.WeakKeyDictionary()
 
 
@@ -171,19 +170,19 @@ def _probe(
     if "lr" in options:
         lr = options["lr"]
         options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
-    options.pop("initial_lr", None)  # a scheduler's note
+    options.pop("initial_lr", None)  # written by schedulers
     try:
         signature = repr([sorted(floating), sorted((key, str(v)) for key, v in options.items())])
-    except Exception:  # options that cannot be shown are not remembered
-        return _try_out(optimizer_class, options, list(floating.values()))
-    verdicts = _probed.setdefault(optimizer_class, {})
-    if signature not in verdicts:
-        verdicts[signature] = _try_out(optimizer_class, options, list(floating.values()))
-    return verdicts[signature]
+    except Exception:  # options whose text cannot be taken are not remembered
+        return _try_out(optimizer_class, options, floating.values())
+    known = _probed.setdefault(optimizer_class, {})
+    if signature not in known:
+        known[signature] = _try_out(optimizer_class, options, floating.values())
+    return known[signature]
 
 
 def _try_out(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtypes: Sequence[torch.dtype]
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtypes: Iterable[torch.dtype]
 ) -> Traits:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -191,8 +190,8 @@ def _try_out(
             found = _compare_toy_runs(optimizer_class, options)
             if found.kind is not Kind.ELEMENTWISE:
                 return found
-            verdicts = (_compare_large_toys(optimizer_class, options, dtype) for dtype in dtypes)
-            return next((v for v in verdicts if v.kind is not Kind.ELEMENTWISE), found)
+            large = (_compare_large_toys(optimizer_class, options, dtype) for dtype in dtypes)
+            return next((traits for traits in large if traits.kind is not Kind.ELEMENTWISE), found)
         except _CallsClosureAgain:
             return Traits(
                 Kind.GLOBAL,
@@ -235,7 +234,7 @@ def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, An
         return Traits(Kind.WHOLE, "its state is not shaped like the parameter")
     if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
         return Traits(Kind.WHOLE, "its update of an element depends on the rest of the tensor")
-    return _BY_ITSELF
+    return _ELEMENTWISE
 
 
 def _compare_large_toys(
@@ -244,7 +243,7 @@ def _compare_large_toys(
     """Some classes treat large tensors, or narrow dtypes, unlike small float32 ones."""
     toy = _Probe(_LARGE_TOY, seed=3, steps=3, dtype=dtype)
     alone = _run(optimizer_class, options, [toy])
-    # Where a vectorised loop may be cut without changing bits.
+    # At a multiple of 64, where a cut does not change the bits of a vectorised loop.
     cut = _run(optimizer_class, options, toy.cut(at=64 * 101))
     if alone.drew_random_numbers:
         return Traits(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
@@ -254,14 +253,14 @@ def _compare_large_toys(
         return Traits(
             Kind.WHOLE, f"its update of an element of a large {dtype} tensor depends on the rest"
         )
-    return _BY_ITSELF
+    return _ELEMENTWISE
 
 
 class _Probe:
     """A small parameter and its gradients.
 
-    They are of very unequal size, so that no coupling can hide, and keep their direction, as those
-    of a loss that falls do: classes that estimate a step size from progress need to see some.
+    Why of very unequal size: any coupling of elements changes bits then. Why of a constant
+    direction: classes that estimate a step size from progress act only if there is some.
     """
 
     def __init__(
@@ -300,7 +299,7 @@ class _Run:
 def _run(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], toys: Sequence[_Probe]
 ) -> _Run:
-    # Not torch.manual_seed: that would reseed accelerators too, whose state is not put back.
+    # Why not torch.manual_seed: it would reseed accelerators too, whose state is not restored.
     random = torch.default_generator.manual_seed(0).get_state()
     params = [torch.nn.Parameter(toy.start.clone()) for toy in toys]
     optimizer = optimizer_class(params, **copy.deepcopy(dict(options)))
@@ -379,48 +378,106 @@ def is_torch_class(name: str) -> bool:
     return name.startswith("torch.optim.")
 
 
+# ---------------------------------------------------------------------------- state
+
 _TOY_SHAPE = (2, 3)
-_SMALL = 4
+_MOST_SIZE = 4  # of a dimension of the toy of `changes_form`
 _MANY_STEPS = 64
+_LARGE = 128  # classes that factorise do so from about this size on
+_PRIMES = (131, 137, 139, 149, 151, 157)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of the state of an elementwise class, by key: of each element, and of each shard."""
+
+    per_element: tuple[tuple[str, int], ...]
+    per_shard: tuple[tuple[str, int], ...]
+
+    def of(self, elements: int, shards: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for counts, times in ((self.per_element, elements), (self.per_shard, shards)):
+            for key, size in counts:
+                found[key] = found.get(key, 0) + size * times
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class StateTemplate:
-    """An optimizer class with the options of a group."""
+    """The state that an optimizer class makes with the options of a group, seen on stand-ins."""
 
     optimizer_class: type[Optimizer]
     construct: Callable[[torch.Tensor], Optimizer]
     lr: Any
 
-    def state_for_cut(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """State by key for a parameter that is cut: a toy's. Tensors are toy-shaped or scalars."""
+    @classmethod
+    def of(
+        cls,
+        optimizer_class: type[Optimizer],
+        group: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+    ) -> StateTemplate:
+        options = {**defaults, **options_of(group)}
+        return cls(
+            optimizer_class,
+            lambda stand_in: optimizer_class([stand_in], **options),
+            options.get("lr", 0.0),
+        )
+
+    def for_shard(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """State by key for shards of a cut parameter. A tensor in it is per element
+        (``is_per_element``), or one of the shard."""
         return self._step_on(torch.zeros(_TOY_SHAPE, dtype=dtype, device=device))
 
-    def state_for(self, param: torch.Tensor) -> dict[str, Any]:
-        """State by key for a whole parameter like this one; its tensors may hold nothing."""
+    def for_tensor(self, param: torch.Tensor) -> dict[str, Any]:
+        """State by key for a whole parameter like this one; its tensors may be on "meta"."""
         try:
             return self._step_on(torch.empty_like(param, device="meta"))
-        except Exception:  # it looks at values, which a meta tensor has not
+        except Exception:  # the class reads values, which a meta tensor has not
             return self._step_on(torch.zeros_like(param))
+
+    def bytes_of_shards(self, dtype: torch.dtype) -> StateBytes:
+        per_element, per_shard = {}, {}
+        for key, value in self.for_shard(dtype, torch.device("cpu")).items():
+            tensors = tensors_in(value)
+            per_element[str(key)] = sum(t.element_size() for t in tensors if is_per_element(t))
+            others = (t for t in tensors if not is_per_element(t))
+            per_shard[str(key)] = sum(t.numel() * t.element_size() for t in others)
+        return StateBytes(_present(per_element), _present(per_shard))
+
+    def bytes_of_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, int]:
+        """Bytes of the state of a whole parameter, by key."""
+        originals: dict[int, int] = {}  # by the prime that stands for a large size
+        try:
+            state = self.for_tensor(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        except Exception:  # the class reads values: a smaller tensor with values takes its place
+            primes, small = iter(_PRIMES), []
+            for size in shape:
+                small.append(size if size < _LARGE else next(primes, size))
+                if small[-1] != size:
+                    originals[small[-1]] = size
+            state = self.for_tensor(torch.zeros(small, dtype=dtype))
+        found = {
+            str(key): sum(_real_numel(t, originals) * t.element_size() for t in tensors_in(value))
+            for key, value in state.items()
+        }
+        return dict(_present(found))
 
     def changes_form(self, param: torch.Tensor) -> bool:
         """Whether the state of a parameter like this one comes to have other keys, lengths or
         shapes than after its first step. Found out on a small one."""
-
-        def state_after(steps: int) -> dict[str, Any]:
-            sizes = [min(size, _SMALL) for size in param.shape]
-            toy = torch.zeros(sizes, dtype=param.dtype, device=param.device)
-            return self._step_on(toy, steps)
-
+        toy = torch.zeros(
+            [min(size, _MOST_SIZE) for size in param.shape], dtype=param.dtype, device=param.device
+        )
         try:
-            return bool(form_of(state_after(1)) != form_of(state_after(_MANY_STEPS)))
-        except Exception:  # it takes no such toy; nothing is known against it
+            return bool(_form(self._step_on(toy.clone())) != _form(self._step_on(toy, _MANY_STEPS)))
+        except Exception:  # the class does not step on such a toy; nothing is known against it
             return False
 
     def _step_on(self, values: torch.Tensor, steps: int = 1) -> dict[str, Any]:
         stand_in = torch.nn.Parameter(values.detach())
         optimizer = self.construct(stand_in)
-        if hasattr(optimizer, "train"):  # schedule-free ones step in that mode only
+        if hasattr(optimizer, "train"):  # schedule-free classes step in that mode only
             optimizer.train()
         for _ in range(steps):
             stand_in.grad = torch.zeros_like(stand_in)
@@ -467,8 +524,14 @@ _STARTS: Mapping[type[Optimizer], Mapping[str, Any]] = {
 }
 
 
-def is_toy_shaped(value: torch.Tensor) -> bool:
+def is_per_element(value: torch.Tensor) -> bool:
+    """Whether a tensor of ``StateTemplate.for_shard`` has an element for each of the shard's."""
     return tuple(value.shape) == _TOY_SHAPE
+
+
+def number_at_start(value: Any) -> Any:
+    """A plain value of a state as it is before the first step."""
+    return type(value)(0) if type(value) in (int, float) else value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -481,106 +544,28 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def form_of(value: Any) -> Any:
+def _form(value: Any) -> Any:
     """The containers, keys and shapes of a state, without its values."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     if isinstance(value, dict):
-        return {key: form_of(item) for key, item in value.items()}
+        return {key: _form(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [form_of(item) for item in value]
+        return [_form(item) for item in value]
     return None
 
 
-def number_at_start(value: Any) -> Any:
-    """A plain value of a state as it is before the first step."""
-    return type(value)(0) if type(value) in (int, float) else value
-
-
-_PRIMES = (131, 137, 139, 149, 151, 157)
-_LARGE = 128  # classes that factorise do so from about this size on
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """State of an elementwise class, by key: bytes for each element, and for each piece."""
-
-    per_element: tuple[tuple[str, int], ...]
-    per_piece: tuple[tuple[str, int], ...]
-
-    def bytes_for(self, elements: int, shards: int) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for counts, times in ((self.per_element, elements), (self.per_piece, shards)):
-            for key, size in counts:
-                found[key] = found.get(key, 0) + size * times
-        return found
-
-
-def maker_of(
-    cls: type[Optimizer], group: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> StateTemplate:
-    """Makes fresh optimizers of a group's class with its options."""
-    options = {**defaults, **options_of(group)}
-    return StateTemplate(cls, lambda stand_in: cls([stand_in], **options), options.get("lr", 0.0))
-
-
-def recipe_for_cut(maker: StateTemplate, dtype: torch.dtype) -> Recipe:
-    per_element, per_piece = {}, {}
-    for key, value in maker.state_for_cut(dtype, torch.device("cpu")).items():
-        tensors = tensors_in(value)
-        per_element[str(key)] = sum(t.element_size() for t in tensors if is_toy_shaped(t))
-        per_piece[str(key)] = _nbytes(t for t in tensors if not is_toy_shaped(t))
-    return Recipe(_present(per_element), _present(per_piece))
-
-
-def state_of_whole(
-    maker: StateTemplate, shape: Sequence[int], dtype: torch.dtype
-) -> dict[str, int]:
-    """Bytes of the state of a whole parameter, by key."""
-    try:
-        state = maker.state_for(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        originals: dict[int, int] = {}
-    except Exception:  # it looks at values, which a meta tensor has not
-        small, originals = _small(shape)
-        state = maker.state_for(torch.zeros(small, dtype=dtype))
-    found = {
-        str(key): sum(_real_numel(t, originals) * t.element_size() for t in tensors_in(value))
-        for key, value in state.items()
-    }
-    return dict(_present(found))
-
-
-def _small(shape: Sequence[int]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """A small shape, and the real size for each of the primes in it."""
-    primes = iter(_PRIMES)
-    small, originals = [], {}
-    for size in shape:
-        stand_in = size if size < _LARGE else next(primes, size)
-        small.append(stand_in)
-        if stand_in != size:
-            originals[stand_in] = size
-    return tuple(small), originals
-
-
 def _real_numel(tensor: torch.Tensor, originals: Mapping[int, int]) -> int:
-    """Elements of a state tensor, if the parameter had its real size.
+    """Elements of a state tensor if the parameter had its real size.
 
     >>> _real_numel(torch.empty(131, 3), {131: 4096})
     12288
     """
-    return math.prod(_real_size(size, originals) for size in tensor.shape)
-
-
-def _real_size(size: int, originals: Mapping[int, int]) -> int:
-    factor = 1
+    numel, factor = tensor.numel(), 1
     for prime, original in originals.items():
-        while size and size % prime == 0:
-            size, factor = size // prime, factor * original
-    return size * factor
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        while numel and numel % prime == 0:
+            numel, factor = numel // prime, factor * original
+    return numel * factor
 
 
 def _present(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

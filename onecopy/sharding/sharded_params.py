@@ -169,7 +169,7 @@ class ShardedParams:
         late = [i for i in self.registry.unplanned(before) if self.registry.params[i] in with_state]
         fitting = self.registry.with_policies(policies) if before.world_size > 1 else self.registry
         if fitting is not self.registry:
-            self.registry, self.plan = fitting, before.emptied()
+            self.registry, self.plan = fitting, Plan(before.world_size, before.bucket_bytes)
             self.local.disown()
             self.extend(groups, [*sorted(before.params), *late])
         elif late:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from onecopy.planning.text import counted, in_bytes, in_seconds, table
+from onecopy.planning.text import in_bytes, in_seconds, plural, table
 from onecopy.planning.traits import PARTITIONS
 from onecopy.tools.baselines import Baseline
 from onecopy.tools.estimate import (
@@ -250,7 +250,7 @@ def run_estimate(arguments: argparse.Namespace) -> str:
 
 
 def _head(title: str, columns: Columns) -> list[str]:
-    return [title, *(counted(each.world_size, "rank") for each in columns)]
+    return [title, *(plural(each.world_size, "rank") for each in columns)]
 
 
 def _memory(columns: Columns) -> str:
@@ -365,8 +365,8 @@ def _plan_balance(estimate: Estimate) -> str:
     if len(estimate.subject.classes) == 1:  # it can run one class only
         torchs = f" (torch's class: {estimate.torchs_imbalance:.3f})"
     return (
-        f"{counted(len(plan.buckets), 'bucket')} of at most {in_bytes(plan.bucket_bytes)}, "
-        f"{counted(sum(estimate.shards), 'shard')}\n"
+        f"{plural(len(plan.buckets), 'bucket')} of at most {in_bytes(plan.bucket_bytes)}, "
+        f"{plural(sum(estimate.shards), 'shard')}\n"
         f"elements on the fullest rank / even share: {estimate.imbalance:.3f}{torchs}"
     )
 

@@ -25,8 +25,8 @@ from onecopy.planning.sizes import (
     imbalance,
     slot_elements,
 )
-from onecopy.planning.text import counted
-from onecopy.planning.traits import Kind, Recipe
+from onecopy.planning.text import plural
+from onecopy.planning.traits import Kind, StateBytes
 from onecopy.tools.baselines import (
     Baseline,
     CommModel,
@@ -152,7 +152,7 @@ class Estimate:
 
     @cached_property
     def _tally(self) -> Counts:
-        def label(param: int) -> tuple[Recipe | None, int, int]:
+        def label(param: int) -> tuple[StateBytes | None, int, int]:
             subject = self.subject
             recipe = subject.recipe(param) if param in self._cut_streams else None
             return recipe, subject.master_bytes(param), subject.params[param].dtype.itemsize
@@ -178,7 +178,7 @@ class Estimate:
             if label[0] is not None:
                 shards = self._tally.shards[label]
                 for rank in range(self.world_size):
-                    for key, count in label[0].bytes_for(elements[rank], shards[rank]).items():
+                    for key, count in label[0].of(elements[rank], shards[rank]).items():
                         add(key, rank, count)
         for stream in self.plan.streams:
             for param, owner in zip(stream.params, stream.owners, strict=False):
@@ -536,7 +536,7 @@ def training_in_words(estimate: Estimate) -> str:
     kinds = [*dtypes, *([f"{frozen} of them frozen"] if frozen else [])]
     words = [
         f"{sum(param.numel for param in subject.params):,} parameters in "
-        f"{counted(len(subject.params), 'tensor')} ({', '.join(kinds)})",
+        f"{plural(len(subject.params), 'tensor')} ({', '.join(kinds)})",
         " and ".join(cls.__name__ for cls in subject.classes),
     ]
     if any(subject.master_bytes(i) for i in subject.trained):

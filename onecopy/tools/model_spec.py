@@ -29,14 +29,7 @@ from onecopy.planning.param_groups import (
     update_dtype,
 )
 from onecopy.planning.plan import Plan
-from onecopy.planning.traits import (
-    Kind,
-    Recipe,
-    StateTemplate,
-    maker_of,
-    recipe_for_cut,
-    state_of_whole,
-)
+from onecopy.planning.traits import Kind, StateBytes, StateTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +83,7 @@ class ModelSpec:
         for group in groups:
             policy = policy_of(group, optimizer_class, defaults, partition, master_dtype)
             of_class = defaults if policy.optimizer_class is optimizer_class else {}
-            makers.append(maker_of(policy.optimizer_class, group, of_class))
+            makers.append(StateTemplate.of(policy.optimizer_class, group, of_class))
             before = len(registry.entries)
             registry = registry.with_group(group, policy)
             known = dict(zip(group["params"], group["param_names"], strict=True))
@@ -124,7 +117,7 @@ class ModelSpec:
         policy = self.registry.policies[self.params[param].group]
         return policy.kind is Kind.ELEMENTWISE and is_dense(self.tensor(param))
 
-    def recipe(self, param: int, with_master: bool = True) -> Recipe:
+    def recipe(self, param: int, with_master: bool = True) -> StateBytes:
         """The state of a parameter that may be cut."""
         described = self.params[param]
         dtype = self._updated_in(param, with_master)
@@ -134,7 +127,7 @@ class ModelSpec:
         """The bytes of the state of all of a parameter, by key."""
         described = self.params[param]
         if self.is_cuttable(param):
-            return self.recipe(param, with_master).bytes_for(described.numel, 1)
+            return self.recipe(param, with_master).of(described.numel, 1)
         return self._whole(described.group, described.shape, self._updated_in(param, with_master))
 
     def master_bytes(self, param: int) -> int:
@@ -149,16 +142,16 @@ class ModelSpec:
     def _known(self) -> dict[Any, Any]:
         return {}
 
-    def _recipes(self, group: int, dtype: torch.dtype) -> Recipe:
+    def _recipes(self, group: int, dtype: torch.dtype) -> StateBytes:
         if (group, dtype) not in self._known:
-            self._known[group, dtype] = recipe_for_cut(self.makers[group], dtype)
-        found: Recipe = self._known[group, dtype]
+            self._known[group, dtype] = self.makers[group].bytes_of_shards(dtype)
+        found: StateBytes = self._known[group, dtype]
         return found
 
     def _whole(self, group: int, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, int]:
         key = (group, shape, dtype)
         if key not in self._known:
-            self._known[key] = state_of_whole(self.makers[group], shape, dtype)
+            self._known[key] = self.makers[group].bytes_of_tensor(shape, dtype)
         found: Mapping[str, int] = self._known[key]
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import importlib
 import itertools
 import os
 import random
@@ -19,7 +20,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import onecopy.planning.plan
 from onecopy.planning.plan import (
     Bucket,
     ParamSpec,
@@ -442,8 +442,9 @@ def test_the_picture_in_the_documentation_is_what_happens() -> None:
     assert plan.cut_params == {a, b, c}
 
 
-def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(onecopy.planning.plan)
+@pytest.mark.parametrize("name", ["param_groups", "plan", "sizes", "text", "traits"])
+def test_the_examples_in_the_docstrings_are_right(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"onecopy.planning.{name}"))
     assert result.attempted > 0
     assert result.failed == 0
 

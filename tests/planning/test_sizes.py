@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import History, anything, histories
 
-import onecopy.planning.sizes
 from onecopy.comm.gloo.local_ranks import LocalRanks
 from onecopy.comm.gloo.shared_memory import SharedMemory
 from onecopy.comm.gloo.topology import Topology
@@ -67,7 +65,6 @@ def test_slots_are_counted_with_their_padding(history: History) -> None:
 
 
 def test_imbalance() -> None:
-    assert doctest.testmod(onecopy.planning.sizes).failed == 0
     assert imbalance([5, 5, 5]) == imbalance([0, 0]) == 1.0
 
 

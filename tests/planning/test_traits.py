@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import inspect
 import logging
 import random
@@ -31,7 +30,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-import onecopy.planning.traits
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.planning.traits import (
     Kind,
@@ -596,12 +594,6 @@ def test_an_instance_hook_may_change_the_arguments_of_the_step() -> None:
 
     optimizer.register_step_pre_hook(give_a_closure)
     assert step_without_hooks(optimizer)(1) == 11.0
-
-
-def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(onecopy.planning.traits)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 # ---------------------------------------- classes that depend on size and dtype

@@ -22,7 +22,7 @@ import onecopy.planning.text
 import onecopy.planning.traits
 import onecopy.tools.cli
 from onecopy import ZeroRedundancyOptimizer, estimate
-from onecopy.planning.text import counted, in_bytes
+from onecopy.planning.text import in_bytes, plural
 from onecopy.tools.cli import main
 from onecopy.tools.models import PRESETS
 
@@ -378,7 +378,7 @@ def test_the_log_says_in_one_line_what_was_planned(world: World) -> None:
         logger.setLevel(logging.NOTSET)
     most = math.ceil(328 / world.size)
     expected = (
-        f"planned 6 parameters, 328 elements, for SGD on {counted(world.size, 'rank')} in 1 "
+        f"planned 6 parameters, 328 elements, for SGD on {plural(world.size, 'rank')} in 1 "
         f"bucket: at most {most} elements on a rank, 1.000 times an even share"
     )
     assert lines == ([expected] if world.rank == 0 else [])

@@ -20,7 +20,6 @@ from torch.optim import SGD, Adafactor, AdamW
 import onecopy.tools.estimate
 from onecopy import ZeroRedundancyOptimizer, estimate
 from onecopy.planning.sizes import MemoryReport
-from onecopy.planning.traits import state_of_whole
 from onecopy.tools.baselines import torch_loads
 from onecopy.tools.models import PRESETS
 
@@ -240,7 +239,7 @@ def test_products_of_dimensions_are_read_off_a_stand_in() -> None:
 
     maker = estimate([(2,)], Flat, 1, partition="whole", lr=0.1).subject.makers[0]
     # 274 = 2 * 137, and 137 is one of the primes that stand for other sizes.
-    assert state_of_whole(maker, (274, 1000), torch.float32) == {"flat": 274 * 1000 * 3 * 4}
+    assert maker.bytes_of_tensor((274, 1000), torch.float32) == {"flat": 274 * 1000 * 3 * 4}
 
 
 def test_what_may_be_given() -> None:

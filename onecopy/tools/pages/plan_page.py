@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onecopy.planning.sizes import count_elements, imbalance
-from onecopy.planning.text import counted, in_bytes, in_short
+from onecopy.planning.text import in_bytes, in_short, plural
 from onecopy.planning.traits import Kind
 from onecopy.tools.baselines import torch_loads
 from onecopy.tools.estimate import (
@@ -194,7 +194,7 @@ def plan_page(estimate: Estimate, model: str) -> str:
     """One self-contained page about a plan."""
     world = estimate.world_size
     return page(
-        f"{model} on {counted(world, 'rank')}",
+        f"{model} on {plural(world, 'rank')}",
         training_in_words(estimate),
         [
             _key_figures(estimate),
@@ -343,8 +343,8 @@ def _facts(estimate: Estimate) -> str:
     whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
     return (
         f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
-        f"{whole or 'none'} of them kept whole; {counted(len(plan.buckets), 'bucket')} of at most "
-        f"{in_bytes(plan.bucket_bytes)}; {counted(sum(estimate.shards), 'shard')}."
+        f"{whole or 'none'} of them kept whole; {plural(len(plan.buckets), 'bucket')} of at most "
+        f"{in_bytes(plan.bucket_bytes)}; {plural(sum(estimate.shards), 'shard')}."
     )
 
 

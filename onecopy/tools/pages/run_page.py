@@ -12,7 +12,7 @@ from typing import Any
 
 from onecopy.comm.stats import BucketStats, Cost, Timeline, measured
 from onecopy.planning.sizes import MemoryReport
-from onecopy.planning.text import counted, in_bytes, in_seconds
+from onecopy.planning.text import in_bytes, in_seconds, plural
 from onecopy.tools.models import Failure
 from onecopy.tools.pages.charts import (
     Bar,
@@ -123,7 +123,7 @@ class Run:
         """``Steps 3 to 5 on 8 ranks``."""
         first, *_, last = (*self.step_numbers, self.step_numbers[-1])
         steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
-        return f"{steps} on {counted(self.world_size, 'rank')}"
+        return f"{steps} on {plural(self.world_size, 'rank')}"
 
     @property
     def is_attached(self) -> bool:
@@ -135,7 +135,7 @@ class Run:
         mode = "attached" if self.is_attached else "drop-in"
         words = [" and ".join(first.classes), mode, first.backend]
         if len(self.traces) != self.world_size:
-            words.append(f"traces of {counted(len(self.traces), 'rank')}")
+            words.append(f"traces of {plural(len(self.traces), 'rank')}")
         return ", ".join(filter(None, words))
 
     def origins(self) -> tuple[float, ...]:
@@ -453,7 +453,7 @@ def _key_figures(run: Run) -> str:
             (
                 "sent per rank and step" if run.is_attached else "sent by the optimizer",
                 in_bytes(max(trace.sent_per_step for trace in run.traces)),
-                counted(len(run.bucket_numbers), "bucket")
+                plural(len(run.bucket_numbers), "bucket")
                 + ("" if run.is_attached else "; DDP's all-reduce not counted"),
             ),
             (
