@@ -75,13 +75,11 @@ from onecopy.planning.param_groups import (
     MASTER,
     GroupPolicy,
     PartitionPolicy,
+    Settings,
     as_groups,
     as_number,
-    check_environment,
-    check_options,
     check_switches,
     check_tensors,
-    checks_steps,
     empty_plan,
     first_device,
     take_groups,
@@ -249,9 +247,15 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._optimizer_class = optimizer_class
         self._watch_with(check_every)
         self._steps = 0
-        self._policies = PartitionPolicy(
-            optimizer_class, partition, self.world_size > 1, defaults, master_dtype
+        settings = Settings(
+            partition,
+            bucket_mb,
+            master_dtype,
+            check_every,
+            parameters_as_bucket_view,
+            overlap_with_ddp,
         )
+        self._policies = PartitionPolicy(optimizer_class, settings, defaults, self.world_size)
         self._full_state = FullState()
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
@@ -260,14 +264,9 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
-            check_options(check_every, master_dtype)
-            check_environment(os.environ)
-            check_switches(
-                parameters_as_bucket_view=parameters_as_bucket_view,
-                overlap_with_ddp=overlap_with_ddp,
-            )
+            settings.validate(os.environ)
             self._steps_in_backward = bool(overlap_with_ddp)
-            self._check_steps = checks_steps(os.environ)
+            self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
@@ -617,7 +616,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def _follow_flags(self) -> None:
         """Refuse switches that were flipped by hand and that the plan is not made for."""
         present = self._params.registry.policies
-        if self._policies.have_flipped(present, self.param_groups):
+        if self._policies.flags_changed(present, self.param_groups):
             policies = self._policies_with(self.param_groups)
             self._params.registry.require_same_classes(policies)
             if self.world_size > 1:

@@ -1,4 +1,10 @@
-"""Validated options and param groups, their partition policies, and the registry of parameters."""
+"""What the user hands over: settings, param groups, and the parameters in them.
+
+Read `Settings`, `take_groups` (groups in every form that torch accepts, or why they are refused),
+`PartitionPolicy` (the class and the kind of a group) and `ParamRegistry` (the parameters, in the
+order of the plan's indices). Nothing here communicates: ``ParamRegistry.description`` and
+``readiness`` are the lines that ranks compare.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,14 @@ from torch.optim import Optimizer
 from onecopy.planning.layout import fills_its_storage, first_overlap, is_dense
 from onecopy.planning.plan import ParamSpec, Plan, default_bucket_mb, make_plan
 from onecopy.planning.text import shown
-from onecopy.planning.traits import NOT_OPTIONS, Kind, options_of, partition_kind, update_cost
+from onecopy.planning.traits import (
+    NOT_OPTIONS,
+    OUR_KEYS,
+    Kind,
+    options_of,
+    partition_kind,
+    update_cost,
+)
 
 MASTER = "master_param"  # the key of a master copy in saved state
 
@@ -45,40 +58,54 @@ def gradient_dtype(param: torch.Tensor, master_dtype: torch.dtype | None) -> tor
     return grad_dtype(param) if dtype == param.dtype else dtype
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    asked = environment.get("ONECOPY_SHARED_MEMORY", "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"ONECOPY_SHARED_MEMORY={asked}: expected 0, 1, or nothing")
-
-
-def forces_c10d(environment: Mapping[str, str]) -> bool:
+def forces_c10d(environ: Mapping[str, str]) -> bool:
     """Whether all communication uses the process group's own collectives, also on gloo."""
-    asked = environment.get("ONECOPY_COMM", "")
+    asked = environ.get("ONECOPY_COMM", "")
     if asked not in ("", "auto", "c10d"):
         raise ValueError(f'ONECOPY_COMM={asked}: expected "auto", "c10d", or nothing')
     return asked == "c10d"
 
 
-def checks_steps(environment: Mapping[str, str]) -> bool:
-    """Whether all ranks are compared in every step."""
-    asked = environment.get("ONECOPY_CHECK", "")
-    if asked not in ("", "step"):
-        raise ValueError(f'ONECOPY_CHECK={asked}: expected "step", or nothing')
-    return asked == "step"
+# -------------------------------------------------------------------------- settings
 
 
-def check_options(check_every: Any, master_dtype: Any) -> None:
-    if check_every is not None:
-        if isinstance(check_every, bool) or not isinstance(check_every, int):
-            raise TypeError(f"check_every must be a number of steps, got {shown(check_every)}")
-        if check_every < 1:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The constructor's arguments besides parameters, a class with its options, and a group."""
+
+    partition: str = "auto"
+    bucket_mb: float | None = None
+    master_dtype: torch.dtype | None = None
+    check_every: int | None = None
+    bucket_view: bool = False  # parameters_as_bucket_view
+    overlap_with_ddp: bool = False
+
+    def validate(self, environ: Mapping[str, str]) -> None:
+        """Raise if a setting or an environment variable has a value that it cannot have.
+
+        Planning refuses a wrong ``partition`` or ``bucket_mb``.
+        """
+        every, dtype = self.check_every, self.master_dtype
+        if every is not None:
+            if isinstance(every, bool) or not isinstance(every, int):
+                raise TypeError(f"check_every must be a number of steps, got {shown(every)}")
+            if every < 1:
+                raise ValueError(
+                    f"check_every must be a positive number of steps, got {shown(every)}"
+                )
+        if not (dtype is None or dtype is torch.float32 or dtype is torch.float64):
             raise ValueError(
-                f"check_every must be a positive number of steps, got {shown(check_every)}"
+                f"master_dtype must be torch.float32, torch.float64 or None, got {shown(dtype)}"
             )
-    if not (master_dtype is None or master_dtype is torch.float32 or master_dtype is torch.float64):
-        raise ValueError(
-            f"master_dtype must be torch.float32, torch.float64 or None, got {shown(master_dtype)}"
+        asked = environ.get("ONECOPY_SHARED_MEMORY", "")
+        if asked not in ("", "0", "1"):
+            raise ValueError(f"ONECOPY_SHARED_MEMORY={asked}: expected 0, 1, or nothing")
+        check_switches(
+            parameters_as_bucket_view=self.bucket_view, overlap_with_ddp=self.overlap_with_ddp
         )
+        asked = environ.get("ONECOPY_CHECK", "")
+        if asked not in ("", "step"):
+            raise ValueError(f'ONECOPY_CHECK={asked}: expected "step", or nothing')
 
 
 def check_switches(**switches: Any) -> None:
@@ -116,7 +143,7 @@ def check_names(names: Any, count: int) -> None:
         )
 
 
-_DEEPEST = 8  # of lists within an option, of which one may hold itself
+# -------------------------------------------------------------------------- groups
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
@@ -144,24 +171,19 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     elif all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
         groups = [{"params": entries}]
     else:
-        _require_all_names(entries)
+        unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
+        if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
+            raise ValueError(  # as torch does, with its class and its words
+                "all optimizer params should be with/without names. Some param names are missing: "
+                f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others "
+                "are (name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
+            )
         kinds = sorted({type(entry).__name__ for entry in entries})
         raise TypeError(
             "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
             f"got {', '.join(kinds)}"
         )
     return groups
-
-
-def _require_all_names(entries: Sequence[Any]) -> None:
-    """Raise where torch raises because of names that are missing: with its class and its words."""
-    unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
-    if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
-        raise ValueError(
-            "all optimizer params should be with/without names. Some param names are missing: "
-            f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others are "
-            "(name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
-        )
 
 
 class GroupWithoutParams(ValueError, KeyError):
@@ -254,7 +276,7 @@ def check_class(optimizer_class: Any) -> None:
 
 
 def take_groups(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]], Exception | None]:
-    """The parameter groups, or why they are refused; told to all ranks once they can be reached."""
+    """The parameter groups, or why they are refused: all ranks are told once they are connected."""
     try:
         groups = as_groups(params)
         require_parameters(groups)
@@ -275,13 +297,16 @@ def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
 def is_trainable(param: torch.Tensor) -> bool:
     """Whether the parameter is to be planned.
 
-    A frozen Parameter is left out until it is unfrozen. A plain tensor is never "frozen": whoever
-    passes one sets its ``.grad`` by hand, as torch's optimizers allow.
+    A frozen Parameter is left out until it is unfrozen. A plain tensor is never frozen: its
+    ``.grad`` is set by hand, as torch's optimizers allow.
     """
     if not (param.is_floating_point() or param.is_complex()):
         return False
     plain = not isinstance(param, torch.nn.Parameter)
     return param.requires_grad or plain or param.grad is not None
+
+
+# -------------------------------------------------------------------------- policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,159 +318,47 @@ class GroupPolicy:
     fused: bool
     differentiable: bool
 
-
-def policy_of(
-    group: Mapping[str, Any],
-    default_class: type[Optimizer],
-    defaults: Mapping[str, Any],
-    partition: str,
-    master_dtype: torch.dtype | None = None,
-) -> GroupPolicy:
-    """The class and the kind of a group; keywords of the constructor go to ``default_class``."""
-    cls = group.get("optimizer_class", default_class)
-    check_class(cls)
-    options = {**(defaults if cls is default_class else {}), **options_of(group)}
-    dtypes = dict.fromkeys(update_dtype(param.dtype, master_dtype) for param in group["params"])
-    kind = partition_kind(cls, options, group.get("partition", partition), dtypes)
-    return GroupPolicy(
-        cls,
-        kind,
-        fused=is_on("fused", options),
-        differentiable=is_on("differentiable", options),
-    )
-
-
-def constructor_options(cls: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group's options that the class takes. It may keep others there for itself."""
-    hashable: Any = cls
-    taken = _parameters_of(hashable)
-    return {key: value for key, value in options_of(options).items() if key in taken}
-
-
-@functools.lru_cache(maxsize=64)
-def _parameters_of(cls: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(cls).parameters)
-
-
-def flags_of(cls: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that switch something: those that may change what a class does with a tensor.
-
-    Numbers are left out, because schedulers change them in every step.
-    """
-    return {
-        key: value
-        for key, value in constructor_options(cls, group).items()
-        if value is None or isinstance(value, (bool, str))
-    }
-
-
-def device_words(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:
-    """Names for devices that are the same on every rank.
-
-    Why: rank 0's parameters are on cuda:0 and rank 1's on cuda:1, and their plans must be equal.
-    """
-    words: dict[torch.device, str] = {}
-    for param in params:
-        words.setdefault(param.device, f"{param.device.type} #{len(words)}")
-    return words
-
-
-def spec_of(
-    index: int, param: torch.Tensor, policy: GroupPolicy, words: Mapping[torch.device, str]
-) -> ParamSpec:
-    """What the planner needs to know. A tensor with gaps in its memory is kept whole."""
-    return ParamSpec(
-        index=index,
-        numel=param.numel(),
-        dtype=str(param.dtype).removeprefix("torch."),
-        itemsize=param.element_size(),
-        device=words[param.device],
-        kind=policy.kind if is_dense(param) else Kind.WHOLE,
-        cost=update_cost(policy.optimizer_class, param.shape),
-        fused=policy.fused,
-    )
-
-
-def check_no_shared_memory(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    overlap = first_overlap(params)
-    if overlap is not None:
-        a, b = overlap
-        raise ValueError(
-            f"{names[a]} and {names[b]} are different parameters in the same memory: two owners "
-            "would overwrite each other's updates. Tie weights by using one Parameter object for "
-            "both"
-        )
-
-
-# -------------------------------------------------------------------------- for agreement
-
-
-def describe_param(name: str, param: torch.Tensor, word: str, planned: bool, homed: bool) -> str:
-    memory = f", stride {param.stride()}"
-    if homed:
-        memory += ", alone in its storage" if fills_its_storage(param) else ", in a shared storage"
-    return (
-        f"{name}: shape {tuple(param.shape)}{memory}, {param.dtype}, {word}, "
-        f"{'trainable' if planned else 'frozen'}"
-    )
-
-
-def describe_group(number: int, group: Mapping[str, Any], policy: GroupPolicy) -> list[str]:
-    lines = [
-        f"group {number}: {policy.optimizer_class.__module__}.{policy.optimizer_class.__qualname__}"
-        f", {policy.kind.value}, {len(group['params'])} parameters"
-    ]
-    for key, value in sorted(options_of(group).items()):
-        lines.append(f"group {number}: {key} = {_describe_value(value)}")
-    return lines
-
-
-def _describe_value(value: Any, depth: int = 0) -> str:
-    if isinstance(value, torch.Tensor):
-        is_small = value.numel() <= 16 and value.layout is torch.strided and not value.is_meta
-        return f"tensor {value.tolist()}" if is_small else f"tensor {value.shape}"
-    if isinstance(value, int):
-        return hex(value) if abs(value) >= 2**63 else repr(value)  # of a huge one repr may raise
-    if isinstance(value, (float, complex, str, type(None))):
-        return repr(value)
-    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
-        return "(" + ", ".join(_describe_value(v, depth + 1) for v in value) + ")"
-    # Anything else may print its address, which differs between ranks.
-    return type(value).__name__
+    def needs_other_cuts_than(self, before: GroupPolicy) -> bool:
+        """Whether a plan made for another policy is wrong for this one."""
+        turns_fused = self.kind is Kind.ELEMENTWISE and self.fused and not before.fused
+        return self.kind is not before.kind or turns_fused
 
 
 Groups = Sequence[Mapping[str, Any]]
-_FIXED = ("optimizer_class", "partition")  # decided when the group comes in
 
 
 @dataclass(slots=True)
 class PartitionPolicy:
-    """Decides with what the constructor was given."""
+    """How groups are sharded by an optimizer with these settings, class and options."""
 
     default_class: type[Optimizer]
-    partition: str
-    is_shared: bool  # by more than one rank
-    given: Mapping[str, Any]  # the constructor's keywords
-    master_dtype: torch.dtype | None = None
+    settings: Settings
+    given: Mapping[str, Any]  # the constructor's keywords, for groups of ``default_class``
+    world_size: int = 1
     _flags: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
-        policy = policy_of(group, self.default_class, defaults, self.partition, self.master_dtype)
-        if policy.differentiable and self.is_shared:
+        cls = group.get("optimizer_class", self.default_class)
+        check_class(cls)
+        options = {**(defaults if cls is self.default_class else {}), **options_of(group)}
+        master_dtype = self.settings.master_dtype
+        dtypes = dict.fromkeys(update_dtype(param.dtype, master_dtype) for param in group["params"])
+        kind = partition_kind(cls, options, group.get("partition", self.settings.partition), dtypes)
+        fused, differentiable = is_on("fused", options), is_on("differentiable", options)
+        if differentiable and self.world_size > 1:
             raise ValueError(
                 "differentiable=True cannot be sharded: no graph leads through a parameter that "
                 "arrives from another rank"
             )
-        return policy
+        return GroupPolicy(cls, kind, fused, differentiable)
 
     def with_options(
         self, present: Sequence[GroupPolicy], groups: Groups, options: Groups
     ) -> list[GroupPolicy]:
-        """How the groups, which have these policies at present, would be sharded with others'
-        options."""
+        """How groups that have the policies ``present`` would be sharded with other options."""
         found = []
         for policy, ours, theirs in zip(present, groups, options, strict=True):
-            taken = constructor_options(policy.optimizer_class, {**ours, **theirs})
+            taken = _constructor_options(policy.optimizer_class, {**ours, **theirs})
             fixed = {key: ours[key] for key in NOT_OPTIONS if key in ours}
             found.append(self.of({**fixed, **taken}, self.given))
         return found
@@ -453,35 +366,55 @@ class PartitionPolicy:
     def remember_flags(self, present: Sequence[GroupPolicy], groups: Groups) -> None:
         self._flags = _flags(present, groups)
 
-    def have_flipped(self, present: Sequence[GroupPolicy], groups: Groups) -> bool:
-        """Whether a switch is not as it was remembered."""
+    def flags_changed(self, present: Sequence[GroupPolicy], groups: Groups) -> bool:
+        """Whether a flag differs from what was remembered."""
         return _flags(present, groups) != self._flags
 
 
 def _flags(present: Sequence[GroupPolicy], groups: Groups) -> list[dict[str, Any]]:
-    pairs = zip(present, groups, strict=True)
-    return [
-        {**flags_of(policy.optimizer_class, group), **{key: group.get(key) for key in _FIXED}}
-        for policy, group in pairs
-    ]
+    """What decides how a group is sharded: its class, its partition, and options that switch
+    something. Why no numbers: schedulers change them in every step."""
+    found = []
+    for policy, group in zip(present, groups, strict=True):
+        options = _constructor_options(policy.optimizer_class, group).items()
+        flags = {key: v for key, v in options if v is None or isinstance(v, (bool, str))}
+        found.append({**flags, **{key: group.get(key) for key in OUR_KEYS}})
+    return found
 
 
-_MOST_BUCKETS = 1_000_000  # a plan lists them
+def _constructor_options(cls: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that the class takes. It may keep others there for itself."""
+    hashable: Any = cls
+    taken = _arguments_of(hashable)
+    return {key: value for key, value in options_of(group).items() if key in taken}
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments_of(cls: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)
+
+
+# -------------------------------------------------------------------------- the registry
+
+
+def device_names(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:
+    """Names for devices that are the same on every rank.
+
+    Why: rank 0's parameters are on cuda:0 and rank 1's on cuda:1, and their plans must be equal.
+    """
+    names: dict[torch.device, str] = {}
+    for param in params:
+        names.setdefault(param.device, f"{param.device.type} #{len(names)}")
+    return names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A parameter; its place in the roster is its number in the plan."""
+    """A parameter. Its index in the registry is its number in the plan."""
 
     param: torch.Tensor
     name: str
     group: int
-
-
-def _needs_other_cuts(before: GroupPolicy, after: GroupPolicy) -> bool:
-    """Whether a plan made for one policy is wrong for another."""
-    turns_fused = after.kind is Kind.ELEMENTWISE and after.fused and not before.fused
-    return after.kind is not before.kind or turns_fused
 
 
 class GroupsChanged(RuntimeError, AssertionError):
@@ -490,14 +423,14 @@ class GroupsChanged(RuntimeError, AssertionError):
 
 @dataclass(frozen=True, eq=False)
 class ParamRegistry:
-    """All parameters, each once however often it is tied or listed, and how groups are sharded."""
+    """All parameters, each once, however often it is tied or listed; and the groups' policies."""
 
     entries: tuple[Entry, ...] = ()
     policies: tuple[GroupPolicy, ...] = ()
-    listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # the groups' parameters, as they were given
+    listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # the parameters of each group, as given
 
     def with_group(self, group: Mapping[str, Any], policy: GroupPolicy) -> ParamRegistry:
-        """A roster that holds one more group."""
+        """A registry with one more group."""
         known = {entry.param for entry in self.entries}
         names = group.get("param_names") or [""] * len(group["params"])
         entries = list(self.entries)
@@ -511,7 +444,7 @@ class ParamRegistry:
         )
 
     def require_same_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if parameters were added or removed behind our back."""
+        """Raise if the lists of parameters in the groups were changed by hand."""
         same = len(groups) == len(self.listed) and all(
             len(group["params"]) == len(listed) and all(map(operator.is_, group["params"], listed))
             for group, listed in zip(groups, self.listed, strict=True)
@@ -524,8 +457,8 @@ class ParamRegistry:
             )
 
     def with_policies(self, policies: Sequence[GroupPolicy]) -> ParamRegistry:
-        """A roster for groups with these policies; this one if its plan is right for them too."""
-        changed = any(map(_needs_other_cuts, self.policies, policies))
+        """A registry for groups with these policies; this one if its plan is right for them."""
+        changed = any(map(GroupPolicy.needs_other_cuts_than, policies, self.policies))
         return replace(self, policies=tuple(policies)) if changed else self
 
     def require_same_classes(self, policies: Sequence[GroupPolicy]) -> None:
@@ -541,7 +474,7 @@ class ParamRegistry:
     def require_plan_fits(self, policies: Sequence[GroupPolicy]) -> None:
         """Raise if options were changed that decide where tensors may be cut."""
         for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
-            if _needs_other_cuts(before, after):
+            if after.needs_other_cuts_than(before):
                 what = "fused is on" if after.kind is before.kind else f"it is {after.kind.value}"
                 raise RuntimeError(
                     f"the options of group {number} have changed: now {what}, and its tensors were "
@@ -570,17 +503,36 @@ class ParamRegistry:
 
     def extend(self, plan: Plan, new: Sequence[int]) -> Plan:
         """A plan that holds these parameters, too."""
-        return plan.extended(self._specs(plan, new)) if new else plan
-
-    def _specs(self, plan: Plan, new: Sequence[int]) -> list[ParamSpec]:
-        if plan.world_size > 1:
+        if new and plan.world_size > 1:
             both = [self.entries[index] for index in sorted({*plan.params, *new})]
-            check_no_shared_memory([e.param for e in both], [e.name for e in both])
-        words = device_words(self.params)
-        return [
-            spec_of(index, entry.param, self.policies[entry.group], words)
-            for index, entry in ((index, self.entries[index]) for index in new)
-        ]
+            overlap = first_overlap([entry.param for entry in both])
+            if overlap is not None:
+                a, b = overlap
+                raise ValueError(
+                    f"{both[a].name} and {both[b].name} are different parameters in the same "
+                    "memory: two owners would overwrite each other's updates. Tie weights by using "
+                    "one Parameter object for both"
+                )
+        return plan.extended(self.specs(new)) if new else plan
+
+    def specs(self, indices: Iterable[int]) -> list[ParamSpec]:
+        """What the planner needs to know. A tensor with gaps in its memory is kept whole."""
+        devices = device_names(self.params)
+        specs = []
+        for index in indices:
+            param, policy = self.params[index], self.policies[self.entries[index].group]
+            spec = ParamSpec(
+                index=index,
+                numel=param.numel(),
+                dtype=str(param.dtype).removeprefix("torch."),
+                itemsize=param.element_size(),
+                device=devices[param.device],
+                kind=policy.kind if is_dense(param) else Kind.WHOLE,
+                cost=update_cost(policy.optimizer_class, param.shape),
+                fused=policy.fused,
+            )
+            specs.append(spec)
+        return specs
 
     def cuttable(self) -> set[torch.Tensor]:
         """The parameters whose state is parameter-shaped, because it may be cut."""
@@ -591,7 +543,7 @@ class ParamRegistry:
         }
 
     def readiness(self, with_gradients: bool) -> list[str]:
-        """What of the parameters must be alike whenever a step is taken, as lines."""
+        """What all ranks must have alike of the parameters in a step, as lines to compare."""
         lines = []
         for entry in self.entries:
             grad = entry.param.grad if with_gradients else None
@@ -603,24 +555,55 @@ class ParamRegistry:
             lines.append(f"{entry.name}: requires_grad={entry.param.requires_grad}{has}")
         return lines
 
-    def description(
-        self, groups: Sequence[Mapping[str, Any]], plan: Plan, with_storage: bool
-    ) -> list[str]:
-        """What all ranks must hold alike, as lines for agreement."""
+    def description(self, groups: Groups, plan: Plan, with_storage: bool) -> list[str]:
+        """What all ranks must have alike of parameters and groups, as lines to compare."""
         lines = []
         for number, (group, policy) in enumerate(zip(groups, self.policies, strict=True)):
-            lines += describe_group(number, group, policy)
-        words = device_words(self.params)
+            cls = policy.optimizer_class
+            lines.append(
+                f"group {number}: {cls.__module__}.{cls.__qualname__}, {policy.kind.value}, "
+                f"{len(group['params'])} parameters"
+            )
+            for key, value in sorted(options_of(group).items()):
+                lines.append(f"group {number}: {key} = {_describe_value(value)}")
+        devices = device_names(self.params)
         for index, entry in enumerate(self.entries):
-            word, planned = words[entry.param.device], index in plan.params
-            lines.append(describe_param(entry.name, entry.param, word, planned, with_storage))
+            param, storage = entry.param, ""
+            if with_storage:
+                alone = fills_its_storage(param)
+                storage = ", alone in its storage" if alone else ", in a shared storage"
+            lines.append(
+                f"{entry.name}: shape {tuple(param.shape)}, stride {param.stride()}{storage}, "
+                f"{param.dtype}, {devices[param.device]}, "
+                f"{'trainable' if index in plan.params else 'frozen'}"
+            )
         return [*lines, f"plan {plan.digest}"]
+
+
+_DEEPEST = 8  # of lists within an option, of which one may hold itself
+
+
+def _describe_value(value: Any, depth: int = 0) -> str:
+    if isinstance(value, torch.Tensor):
+        is_small = value.numel() <= 16 and value.layout is torch.strided and not value.is_meta
+        return f"tensor {value.tolist()}" if is_small else f"tensor {value.shape}"
+    if isinstance(value, int):
+        return hex(value) if abs(value) >= 2**63 else repr(value)  # of a huge one repr may raise
+    if isinstance(value, (float, complex, str, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+        return "(" + ", ".join(_describe_value(v, depth + 1) for v in value) + ")"
+    # Anything else may print its address, which differs between ranks.
+    return type(value).__name__
+
+
+_MOST_BUCKETS = 1_000_000  # a plan lists them
 
 
 def empty_plan(
     groups: Iterable[Mapping[str, Any]], world_size: int, bucket_mb: float | None
 ) -> Plan:
-    """An empty plan, with buckets that suit the parameters of these groups if no size is given."""
+    """A plan of nothing; by default its buckets have the size for the parameters of the groups."""
     params = [param for group in groups for param in group["params"]]
     numbytes = sum(p.numel() * p.element_size() for p in params)
     if bucket_mb is None:

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from onecopy.planning.layout import is_dense
 from onecopy.planning.param_groups import (
     ParamRegistry,
+    PartitionPolicy,
+    Settings,
     as_groups,
     check_class,
-    check_options,
     check_tensors,
     empty_plan,
     is_trainable,
-    policy_of,
     require_parameters,
     update_dtype,
 )
@@ -73,15 +73,17 @@ class ModelSpec:
     ) -> ModelSpec:
         """``model``: a module, shapes, names with shapes, or what an optimizer accepts."""
         check_class(optimizer_class)
-        check_options(None, master_dtype)
+        settings = Settings(partition, master_dtype=master_dtype)
+        settings.validate({})
         defaults = dict(defaults or {})
         shadows: dict[torch.Tensor, torch.Tensor] = {}
         groups = [_without_memory(g, dtype, shadows) for g in _groups_of(model, dtype)]
         on_cpu = all(param.device.type in ("cpu", "meta") for param in shadows)
+        policies = PartitionPolicy(optimizer_class, settings, defaults)
         registry, makers = ParamRegistry(), []
         names: list[str] = []
         for group in groups:
-            policy = policy_of(group, optimizer_class, defaults, partition, master_dtype)
+            policy = policies.of(group, defaults)
             of_class = defaults if policy.optimizer_class is optimizer_class else {}
             makers.append(StateTemplate.of(policy.optimizer_class, group, of_class))
             before = len(registry.entries)

@@ -15,18 +15,17 @@ from torch.optim import SGD, AdamW, Optimizer
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.planning.param_groups import (
     GroupPolicy,
+    ParamRegistry,
+    PartitionPolicy,
+    Settings,
     as_groups,
     check_class,
-    check_no_shared_memory,
     check_tensors,
-    describe_group,
-    describe_param,
-    device_words,
+    device_names,
     is_trainable,
-    policy_of,
     require_parameters,
-    spec_of,
 )
+from onecopy.planning.plan import ParamSpec, make_plan
 from onecopy.planning.traits import Kind, options_of
 
 
@@ -41,6 +40,16 @@ def policy(
     differentiable: bool = False,
 ) -> GroupPolicy:
     return GroupPolicy(cls, kind, fused, differentiable)
+
+
+def registry_of(params: list[torch.Tensor], **policies: Any) -> ParamRegistry:
+    """Of one group."""
+    return ParamRegistry().with_group({"params": params}, policy(**policies))
+
+
+def spec_of(tensor: torch.Tensor, **policies: Any) -> ParamSpec:
+    (spec,) = registry_of([tensor], **policies).specs([0])
+    return spec
 
 
 P, Q = param(2), param(3)
@@ -196,11 +205,15 @@ def test_a_dtensor_is_refused() -> None:
 
 
 def test_different_parameters_in_the_same_memory_are_refused_by_name() -> None:
-    names = ["a", "b", "c"]
-    storage = torch.zeros(10)
-    check_no_shared_memory([storage[:5], storage[5:], torch.zeros(3)], names)
-    with pytest.raises(ValueError, match="a and c are different parameters in the same memory"):
-        check_no_shared_memory([storage[:5], torch.zeros(3), storage[4:]], names)
+    storage, nothing = torch.zeros(10), make_plan([], 2)
+    registry_of([storage[:5], storage[5:], torch.zeros(3)]).extend(nothing, [0, 1, 2])
+    overlapping = registry_of([storage[:5], torch.zeros(3), storage[4:]])
+    both = "parameter 0 and parameter 2 are different parameters in the same memory"
+    with pytest.raises(ValueError, match=both):
+        overlapping.extend(nothing, [0, 1, 2])
+    with pytest.raises(ValueError, match=both):
+        overlapping.extend(overlapping.extend(nothing, [0, 1]), [2])
+    overlapping.extend(make_plan([], 1), [0, 1, 2])
 
 
 # ------------------------------------------------------------------ classes and kinds
@@ -222,7 +235,8 @@ def policy_for(
     group: dict[str, Any], defaults: dict[str, Any] | None = None, partition: str = "auto"
 ) -> GroupPolicy:
     """Of a group in an optimizer whose own class is SGD."""
-    return policy_of({"params": [P], **group}, torch.optim.SGD, defaults or {}, partition)
+    policies = PartitionPolicy(torch.optim.SGD, Settings(partition), {})
+    return policies.of({"params": [P], **group}, defaults or {})
 
 
 def test_the_class_and_partition_of_a_group_come_before_those_of_the_constructor() -> None:
@@ -258,7 +272,8 @@ def test_keywords_of_the_constructor_reach_only_groups_of_its_class() -> None:
     assert seen
     assert all(options == {} for options in seen)
     seen.clear()
-    policy_of({"mine": 1, "params": [P], "param_names": ["a"]}, Picky, {"theirs": 2}, "auto")
+    group = {"mine": 1, "params": [P], "param_names": ["a"]}
+    PartitionPolicy(Picky, Settings(), {}).of(group, {"theirs": 2})
     assert seen
     assert all(options == {"mine": 1, "theirs": 2} for options in seen)
 
@@ -330,8 +345,8 @@ def test_frozen_parameters_are_left_out_and_plain_tensors_are_not() -> None:
 
 def test_a_spec_says_what_the_planner_needs() -> None:
     tensor = param(3, 5, dtype=torch.bfloat16)
-    spec = spec_of(7, tensor, policy(fused=True), device_words([tensor]))
-    assert (spec.index, spec.numel, spec.dtype, spec.itemsize) == (7, 15, "bfloat16", 2)
+    _, spec = registry_of([P, tensor], fused=True).specs([0, 1])
+    assert (spec.index, spec.numel, spec.dtype, spec.itemsize) == (1, 15, "bfloat16", 2)
     assert (spec.device, spec.kind, spec.cost, spec.fused) == (
         *("cpu #0", Kind.ELEMENTWISE),
         *(15, True),
@@ -350,14 +365,12 @@ def test_a_spec_says_what_the_planner_needs() -> None:
     ids=lambda value: str(value.stride()) if torch.is_tensor(value) else value.value,
 )
 def test_a_tensor_with_gaps_is_kept_whole(tensor: torch.Tensor, kind: Kind) -> None:
-    assert spec_of(0, tensor, policy(), device_words([tensor])).kind is kind
+    assert spec_of(tensor).kind is kind
 
 
 def test_the_cost_of_muon_enters_the_spec() -> None:
     Muon = type("Muon", (torch.optim.SGD,), {})
-    tensor = param(3, 5)
-    spec = spec_of(0, tensor, policy(Muon, Kind.WHOLE), device_words([tensor]))
-    assert spec.cost == 5 * 3 * 3
+    assert spec_of(param(3, 5), cls=Muon, kind=Kind.WHOLE).cost == 5 * 3 * 3
 
 
 def test_devices_are_named_by_the_order_in_which_they_appear() -> None:
@@ -367,13 +380,28 @@ def test_devices_are_named_by_the_order_in_which_they_appear() -> None:
         def __init__(self, device: str) -> None:
             self.device = torch.device(device)
 
-    mine = device_words([On(d) for d in ("cuda:1", "cuda:3", "cuda:1")])  # type: ignore[misc]
-    theirs = device_words([On(d) for d in ("cuda:0", "cuda:2", "cuda:0")])  # type: ignore[misc]
+    mine = device_names([On(d) for d in ("cuda:1", "cuda:3", "cuda:1")])  # type: ignore[misc]
+    theirs = device_names([On(d) for d in ("cuda:0", "cuda:2", "cuda:0")])  # type: ignore[misc]
     assert list(mine.values()) == list(theirs.values()) == ["cuda #0", "cuda #1"]
     assert mine[torch.device("cuda:3")] == "cuda #1"
 
 
 # ------------------------------------------------------------------ for agreement
+
+
+def param_line(
+    tensor: torch.Tensor, name: str = "p", planned: bool = True, with_storage: bool = True
+) -> str:
+    """A parameter in the description that ranks compare."""
+    group = {"params": [tensor], "param_names": [name]}
+    registry = ParamRegistry().with_group(group, policy())
+    plan = registry.extend(make_plan([], 1), [0] if planned else [])
+    (line,) = (
+        line
+        for line in registry.description([group], plan, with_storage)
+        if line.startswith("parameter 0")
+    )
+    return line
 
 
 @pytest.mark.parametrize(
@@ -387,39 +415,40 @@ def test_devices_are_named_by_the_order_in_which_they_appear() -> None:
     ids=lambda value: f"{tuple(value.shape)} {value.stride()} {value.dtype}",
 )
 def test_whatever_differs_between_two_parameters_shows(other: torch.Tensor) -> None:
-    lines = [describe_param("p", t, "cpu #0", True, False) for t in (torch.zeros(2, 3), other)]
+    lines = [param_line(tensor) for tensor in (torch.zeros(2, 3), other)]
     assert lines[0] != lines[1]
-    assert all(line.startswith("p: ") for line in lines)
+    assert all(line.startswith("parameter 0 (p): ") for line in lines)
 
 
 def test_the_description_of_a_parameter_shows_device_trainability_and_sharing() -> None:
     tensor, part = torch.zeros(2), torch.zeros(4)[:2]
     lines = {
-        describe_param("p", tensor, "cpu #0", True, True),
-        describe_param("p", tensor, "cpu #1", True, True),
-        describe_param("p", tensor, "cpu #0", False, True),
-        describe_param("p", part, "cpu #0", True, True),
-        describe_param("q", tensor, "cpu #0", True, True),
+        param_line(tensor),
+        param_line(torch.zeros(2, device="meta")),
+        param_line(tensor, planned=False),
+        param_line(part),
+        param_line(tensor, name="q"),
     }
     assert len(lines) == 5
-    # Without flat homes it does not matter who else lives in the storage.
-    assert describe_param("p", tensor, "w", True, False) == describe_param(
-        "p", part, "w", True, False
-    )
+    # Without flat storage it does not matter who else lives in the storage.
+    assert param_line(tensor, with_storage=False) == param_line(part, with_storage=False)
 
 
 def describe(options: dict[str, Any], cls: type[Optimizer] = torch.optim.SGD) -> list[str]:
-    return describe_group(3, {"params": [P, Q], **options}, policy(cls))
+    group = {"params": [P, Q], **options}
+    registry = ParamRegistry().with_group({"params": []}, policy()).with_group(group, policy(cls))
+    lines = registry.description([{"params": []}, group], make_plan([], 1), with_storage=False)
+    return [line for line in lines if line.startswith("group 1: ")]
 
 
 def test_the_description_of_a_group_names_class_kind_count_and_every_option() -> None:
     first, *options = describe({"lr": 0.1, "betas": (0.9, 0.999), "flag": None, "name": "x"})
-    assert first.startswith("group 3: torch.optim.sgd.SGD, elementwise, 2 parameters")
+    assert first.startswith("group 1: torch.optim.sgd.SGD, elementwise, 2 parameters")
     assert options == [
-        "group 3: betas = (0.9, 0.999)",
-        "group 3: flag = None",
-        "group 3: lr = 0.1",
-        "group 3: name = 'x'",
+        "group 1: betas = (0.9, 0.999)",
+        "group 1: flag = None",
+        "group 1: lr = 0.1",
+        "group 1: name = 'x'",
     ]
     assert describe({}) != describe({}, torch.optim.Adam)
 
