@@ -102,7 +102,9 @@ class RankGroup:
         self.rank, self.world_size = self.monitor.rank, self.monitor.world_size
         self._group = self.monitor.group
         self._global_ranks = dist.get_process_group_ranks(self._group)
+        self._meets_first = self._backends.get(self.control_device.type) == "gloo"
         self._is_native_everywhere = self._agree_on_c10d()
+        self._meets_first &= self._is_native_everywhere
         self.monitor.meet(self._find_neighbours())
         weakref.finalize(self, self.local_ranks.forget)
 
@@ -388,6 +390,12 @@ class RankGroup:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Equally long payloads of all ranks, by rank."""
+        if self._meets_first:
+            # Why: with c10d, buckets are all-gathered, too. gloo ends the process when an all-gather
+            # of one length meets one of another. A barrier meets nothing but a barrier.
+            with self.monitor.naming_absentees():
+                work = dist.barrier(self._group, async_op=True)
+            self.monitor.wait_for([work])
         mine = tensor_from_bytes(payload).to(self.control_device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self.monitor.naming_absentees():

@@ -494,6 +494,9 @@ def test_a_rank_that_adds_no_group_is_named(world: World) -> None:
     require_named(caught.value, 1, ("step 1", "adding a parameter group"))
 
 
+# With c10d, 16 bytes of parameters for each rank must not meet the 32 bytes of an agreement in an
+# all-gather of gloo, which would end a process.
+@pytest.mark.also_c10d
 @distributed(3, fresh=True, pg_timeout=TIMEOUT)
 def test_unfreezing_on_one_rank_only_ends_in_an_error_that_says_who_was_where(
     world: World,
@@ -510,6 +513,23 @@ def test_unfreezing_on_one_rank_only_ends_in_an_error_that_says_who_was_where(
     assert "unfrozen" in text, text  # where rank 1 is ...
     assert "rank 1" in text, text
     assert "step 2" in text, text  # ... and where the others are
+
+
+@pytest.mark.also_c10d
+@distributed(3, fresh=True, pg_timeout=TIMEOUT)
+def test_building_on_one_rank_while_the_others_step_ends_in_an_error_that_says_who_was_where(
+    world: World,
+) -> None:
+    meet()
+    param = vector()
+    opt = ZeroRedundancyOptimizer([param], SGD, lr=0.5)
+    step(opt, [param])
+    with pytest.raises(RuntimeError) as caught:
+        build() if world.rank == 1 else step(opt, [param])
+    text = str(caught.value)
+    assert "building an optimizer" in text, text
+    assert "rank 1" in text, text
+    assert "step 2" in text, text
 
 
 @distributed(3, fresh=True, pg_timeout=TIMEOUT)
