@@ -3,7 +3,6 @@ reports through the store, which leave nothing behind."""
 
 from __future__ import annotations
 
-import doctest
 import json
 import re
 import threading
@@ -22,7 +21,6 @@ from inside import (
     EXCHANGE_LONGEST_NAP,
 )
 
-import onecopy.comm.agreement
 from onecopy.comm import agreement
 from onecopy.comm.agreement import RanksDisagree, StoreChannel, require_agreement, same_outcome
 from onecopy.planning import text
@@ -318,12 +316,6 @@ def test_the_name_of_ranks_can_be_read_back(ranks: set[int]) -> None:
         first, *last = map(int, run.split("-"))
         found += range(first, (last or [first])[0] + 1)
     assert found == sorted(ranks)
-
-
-def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(onecopy.comm.agreement)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 # ------------------------------------------------------------------ through the store

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import doctest
 import itertools
 import json
 import logging
@@ -26,7 +25,6 @@ from models import SMALL_BUCKETS, Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-import onecopy.comm.stats
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.stats import (
     Cost,
@@ -430,10 +428,6 @@ def test_transfers_pair_launches_and_waits(spans: list[Span]) -> None:
         assert cost.exposed >= 0 <= cost.hidden
         assert cost.exposed + cost.hidden <= whole
         assert cost.hidden <= sum(t.hidden for t in found if t.launch.phase == phase)
-
-
-def test_the_examples_in_docstrings() -> None:
-    assert doctest.testmod(onecopy.comm.stats).failed == 0
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -1e300, "1e999"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import doctest
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import MIN_MESSAGE_BYTES, SHORTEST_MESSAGE, pack, unpack
 
-from onecopy.comm import transfer
 from onecopy.comm.transfer import (
     PACKED_BYTES,
     RANGE_BYTES,
@@ -186,12 +184,6 @@ def test_every_tensor_is_a_leaf_of_its_own(state: Any) -> None:
     keys_are_distinct = len(of_leaves) == len(tensors)  # 1 and "1" are one name in a checkpoint
     assert not keys_are_distinct or all(map(same, of_leaves, tensors))
     assert len(of_leaves) <= len(tensors)
-
-
-def test_the_examples_in_the_docstrings_are_right() -> None:
-    result = doctest.testmod(transfer)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 # ------------------------------------------------------------------ forms

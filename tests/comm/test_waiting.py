@@ -93,7 +93,7 @@ QUICK = [("send", SENT[0]), ("send", BUILDING[0]), ("lend", LENT[0])]
 )
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others(how: str, place: str, tmp_path: Path) -> None:
     with two_ranks(place, tmp_path, how) as ranks:
-        assert (ranks.until_it_waits() == "semaphores.py") == (how == "lend")
+        assert (ranks.until_it_waits() == "shared_memory.py") == (how == "lend")
         ranks.processes[0].send_signal(signal.SIGINT)
         code, output, errors = ranks.end_of(0, PROMPT)
         assert code in (1, -signal.SIGINT), errors

@@ -32,19 +32,20 @@ from onecopy import ZeroRedundancyOptimizer
 
 
 def kill(phase: str, site: str, announcer: int, victim: int, visit: int) -> dict[str, Any]:
+    assert (phase, site) in {(each.phase, str(each)) for each in SITES}
     order = {"phase": phase, "site": site, "visit": visit, "call": 1, "delay": 0.0}
     return {**order, "announcer": announcer, "victim": victim}
 
 
 def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been() -> None:
-    in_save = kill("save", "before saving.write_metadata", announcer=0, victim=0, visit=2)
-    in_load = kill("load", "after loading.load_into", announcer=1, victim=0, visit=1)
+    in_save = kill("save", "before save.write_metadata", announcer=0, victim=0, visit=2)
+    in_load = kill("load", "after load.load_into", announcer=1, victim=0, visit=1)
     tally = chaos.Tally()
     chaos.run(Plan(0, "attached", ((2, 2),), {"0.0": in_save, "0.1": in_load}), tally)
     assert dict(tally.kills) == {"save": 1, "load": 1}
     assert dict(tally.places) == {
-        "save: before saving.write_metadata": 1,
-        "load: after loading.load_into": 1,
+        "save: before save.write_metadata": 1,
+        "load: after load.load_into": 1,
     }
     assert tally.failures == 0
     assert tally.resumed == 2
@@ -56,7 +57,7 @@ def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been() -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "site", "announcer"),
-    [("full", "before state.send_tensors", 1), ("dcp", "before FileSystemWriter.finish", 0)],
+    [("full", "before full_state.send_tensors", 1), ("dcp", "before FileSystemWriter.finish", 0)],
 )
 def test_a_job_that_saves_in_another_way_is_killed_in_its_save_and_goes_on_too(
     way: str, site: str, announcer: int

@@ -3,6 +3,8 @@ afterwards. What is quoted from an example, which needs a trainer, is quoted to 
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
 import re
 import textwrap
@@ -179,3 +181,14 @@ def test_a_command_of_a_page_prints_what_the_page_shows(
 
 def test_the_page_has_its_commands() -> None:
     assert len(COMMANDS) >= 4
+
+
+PACKAGE = ROOT / "onecopy"
+WITH_EXAMPLES = [p for p in sorted(PACKAGE.rglob("*.py")) if ">>>" in p.read_text()]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_examples_in_docstrings_are_right(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0 == found.failed

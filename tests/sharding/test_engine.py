@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import gc
 import math
 import time
@@ -41,7 +40,6 @@ from states import consolidated_everywhere
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.gradients.reducer
 from onecopy import ZeroRedundancyOptimizer, optimizer
 from onecopy.comm.gloo.topology import Topology
 from onecopy.gradients.reducer import (
@@ -509,10 +507,6 @@ def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> No
     with pytest.raises(RuntimeError, match="invalid for input of size 9"):
         lane.fill({0: torch.zeros(6), 1: torch.zeros(3)}, 0.5)
     assert lane.outgoing.numel() == 8
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(onecopy.gradients.reducer).failed == 0
 
 
 # ------------------------------------------------------------------ interrupted on the way

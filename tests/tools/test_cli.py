@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import logging
 import math
@@ -18,9 +17,6 @@ from harness import World, distributed
 from models import Mlp
 from torch import nn
 
-import onecopy.planning.text
-import onecopy.planning.traits
-import onecopy.tools.cli
 from onecopy import ZeroRedundancyOptimizer, estimate
 from onecopy.planning.text import in_bytes, plural
 from onecopy.tools.cli import main
@@ -340,16 +336,6 @@ def test_the_command_is_declared() -> None:
 
 
 # ------------------------------------------------------------------ words and the log
-
-
-@pytest.mark.parametrize(
-    "module",
-    [onecopy.planning.text, onecopy.planning.traits, onecopy.tools.cli],
-    ids=lambda m: m.__name__,
-)
-def test_the_examples_in_docstrings(module: types.ModuleType) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted > 0 == found.failed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from harness import World, distributed
 from inside import plan_of, traffic_of
 from models import SMALL_BUCKETS, ConvNet, Mlp, TiedNet
+from plan import torchs_largest_shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW
 
-import onecopy.tools.estimate
 from onecopy import ZeroRedundancyOptimizer, estimate
 from onecopy.planning.sizes import MemoryReport
 from onecopy.tools.baselines import torch_loads
@@ -146,10 +145,6 @@ def test_what_travels_is_what_was_foreseen(world: World, attached: bool) -> None
 # ------------------------------------------------------------------ without processes
 
 
-def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(onecopy.tools.estimate).failed == 0
-
-
 @pytest.mark.parametrize("world", [1, 2, 5, 64])
 @pytest.mark.parametrize("attached", [False, True])
 def test_ranks_add_up_to_one_copy(world: int, attached: bool) -> None:
@@ -207,12 +202,10 @@ def test_the_peers_of_a_model_by_hand() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gpt2", "resnet-50"])
 def test_torchs_partition_is_that_of_torchs_class(name: str) -> None:
-    import balance
-
     shapes = PRESETS[name]()
     for world in (2, 8):
         found = torch_loads(estimate(shapes, SGD, world).subject, world)
-        assert max(found) == balance.torchs_largest_shard(shapes, world)
+        assert max(found) == torchs_largest_shard(shapes, world)
 
 
 def test_state_that_is_not_shaped_like_the_parameter_is_found_at_any_size() -> None:

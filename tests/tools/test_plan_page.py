@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 import subprocess
 from functools import cache
@@ -132,10 +131,6 @@ def test_a_strip_names_what_there_is_room_for() -> None:
 def test_tables_and_pages_escape_their_text() -> None:
     assert '<td class="name">&lt;b&gt;</td>' in html_table("c", ["h"], [["<b>"]])
     assert "<h1>&lt;b&gt;</h1>" in page("<b>", "", [])
-
-
-def test_layers_by_their_names() -> None:
-    assert doctest.testmod(onecopy.tools.pages.plan_page).failed == 0
 
 
 def luminance(colour: str) -> float:

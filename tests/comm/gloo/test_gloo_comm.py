@@ -499,7 +499,7 @@ store = dist.TCPStore("127.0.0.1", port, 2, rank == 1)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 param = torch.nn.Parameter(torch.zeros(200_000))
 optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0)
-assert transport_of(optimizer).neighbours
+assert transport_of(optimizer).local_ranks
 if rank == 1:
     arrive = Transfer.arrive
     Transfer.arrive = lambda self, journey: (time.sleep(1.0), arrive(self, journey))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections import Counter
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import onecopy.comm.gloo.topology
 from onecopy.comm.gloo.topology import ReduceRoutes, Topology
 from onecopy.gradients.reducer import GradBucket
 from onecopy.planning.plan import ParamSpec, make_plan
@@ -21,10 +19,6 @@ from onecopy.planning.plan import ParamSpec, make_plan
 
 anything = settings(deadline=None)  # a busy machine is no fault of a test
 LAYOUTS_OF_ANY = st.lists(st.integers(0, 4), min_size=1, max_size=12).map(Topology.by_name)
-
-
-def test_examples() -> None:
-    assert doctest.testmod(onecopy.comm.gloo.topology).failed == 0
 
 
 @pytest.mark.parametrize("ranks", [((0, 2), (1, 4)), ((1,), (0,)), ((1, 0),), ((0,), (0,)), ((),)])
