@@ -1,4 +1,9 @@
-"""``onecopy estimate | plan | report``."""
+"""``onecopy estimate | plan | report``.
+
+Each command has a function that adds its arguments and one that returns what it prints. Errors are
+one line on standard error: exit code 2 for a command that cannot be understood, 1 for one that
+cannot be done.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +24,7 @@ import torch
 from onecopy.planning.text import in_bytes, in_seconds, plural, table
 from onecopy.planning.traits import PARTITIONS
 from onecopy.tools.baselines import Baseline
-from onecopy.tools.estimate import (
-    BACKENDS,
-    Estimate,
-    Setting,
-    as_json,
-    notes_on_peers,
-    param_rows,
-    part_in_words,
-    rank_rows,
-    ranks_in_words,
-    training_in_words,
-)
+from onecopy.tools.estimate import BACKENDS, Estimate, Setting, ranks_in_words
 from onecopy.tools.model_spec import ModelSpec
 from onecopy.tools.models import BadArgument, Failure, load_model, load_optimizer
 from onecopy.tools.pages.plan_page import plan_page
@@ -47,8 +41,83 @@ _MOST_RANKS = 1_000_000
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+_SHOWN_ROWS = 16  # of a table, unless all are asked for
+
+_DESCRIPTION = """\
+Sharded optimizer state for PyTorch: what it takes, and who owns what, before the run; when it
+communicated and waited, after it.
+
+examples:
+  onecopy estimate llama-3-8b --world 1 8 64 --dtype bf16 --master fp32
+  onecopy plan gpt2 --world 8 --html plan.html
+  onecopy report traces --html report.html
+"""
+_ESTIMATE_DETAILS = """\
+What training takes of each rank's memory and of the wire, before the run. The numbers come from the
+plan that the optimizer would make and from steps of the class itself, so they are right for any
+class. Beside them: DDP, torch's ZeroRedundancyOptimizer, ZeRO-2 and ZeRO-3.
+
+examples:
+  onecopy estimate llama-3-8b --world 1 8 64 --dtype bf16 --master fp32 --attached
+  onecopy estimate gpt2-xl --world 8 --optimizer muon+adamw
+  onecopy estimate my.package:make_model --world 16 --optimizer sgd --option momentum=0.9
+  onecopy estimate ./config.json --world 8 --bandwidth 400Gbit/s --latency 10us
+"""
+_PLAN_DETAILS = """\
+Who owns what: the plan that the optimizer would make, with the bytes that each rank holds.
+
+examples:
+  onecopy plan gpt2 --world 8
+  onecopy plan llama-3-8b --world 64 --dtype bf16 --html plan.html
+  onecopy plan my.package:make_model --world 4 --optimizer muon+adamw --all
+  onecopy plan gpt2 --world 8 --json > plan.json
+"""
+_REPORT_DETAILS = """\
+What a run has recorded: memory of each rank, bytes of each bucket, and how much of the
+communication was exposed (training stood still) and hidden (it went on meanwhile). Record first:
+
+  ONECOPY_TRACE=traces torchrun --nproc-per-node 2 train.py
+
+examples:
+  onecopy report traces
+  onecopy report traces --html report.html
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(arguments.run(arguments))
+        sys.stdout.flush()
+        return 0
+    except BadArgument as error:
+        return _complain(error, 2)
+    except BrokenPipeError:  # `| head` has read enough
+        # Why: else the interpreter flushes the output at exit, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (Failure, ValueError, OSError) as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # of the model or the optimizer class, which are not ours
+        what = getattr(arguments, "optimizer", None)
+        tried = f"trying {arguments.model} with {what} and its options: " if what else ""
+        return _complain(f"{tried}{type(error).__name__}: {error}", 1)
+
+
+def _complain(error: Exception | str, code: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"onecopy: {text}", file=sys.stderr)
+    return code
+
+
+# ------------------------------------------------------------------ arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         text = " ".join(message.split())  # an argument may have lines
@@ -56,17 +125,46 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def add_command(commands: Any, name: str, summary: str, details: str) -> argparse.ArgumentParser:
-    found: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _parser() -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="onecopy", description=_DESCRIPTION, formatter_class=layout)
+    parser.add_argument("--version", action="version", version=f"onecopy {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
     )
-    return found
+
+    def command(name: str, summary: str, details: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=summary, description=details, formatter_class=layout)
+
+    found = command("estimate", "memory and traffic before the run", _ESTIMATE_DETAILS)
+    _add_training(found)
+    add = found.add_argument
+    worlds = [1, 2, 4, 8]
+    add("--world", type=ranks, nargs="+", default=worlds, metavar="N", help="numbers of ranks")
+    add("--bandwidth", type=bandwidth, metavar="RATE", help="of a rank, e.g. 400Gbit/s or 50GB/s")
+    add("--latency", type=latency, metavar="TIME", help="of a message, e.g. 10us")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    found.set_defaults(run=run_estimate)
+
+    found = command("plan", "who owns what", _PLAN_DETAILS)
+    _add_training(found)
+    add = found.add_argument
+    add("--world", type=ranks, required=True, metavar="N", help="number of ranks")
+    add("--all", action="store_true", help="all rows, not only the first of each table")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
+    found.set_defaults(run=run_plan)
+
+    found = command("report", "what a run has recorded", _REPORT_DETAILS)
+    add = found.add_argument
+    add("directory", type=Path, metavar="DIR", help="what ONECOPY_TRACE named: rank-0.json, ...")
+    add("--all", action="store_true", help="all rows, not only the first of each table")
+    add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
+    found.set_defaults(run=run_report)
+    return parser
 
 
-def add_training(parser: argparse.ArgumentParser) -> None:
+def _add_training(parser: argparse.ArgumentParser) -> None:
     """MODEL, and how it is trained."""
     parser.add_argument(
         "model",
@@ -101,42 +199,6 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--bucket-mb", type=float, metavar="MB", help="size of a bucket (default: 25 or less)")
     add("--partition", choices=PARTITIONS, default="auto", help="(default: auto)")
     add("--backend", choices=BACKENDS, default="nccl", help="(default: nccl)")
-
-
-def subject_of(arguments: argparse.Namespace) -> ModelSpec:
-    model, optimizer_class = load_optimizer(arguments.optimizer, load_model(arguments.model))
-    return ModelSpec.of(
-        model,
-        optimizer_class,
-        dtype=arguments.dtype,
-        partition=arguments.partition,
-        master_dtype=arguments.master,
-        defaults=dict(arguments.option),
-    )
-
-
-def estimate_of(subject: ModelSpec, arguments: argparse.Namespace, world_size: int) -> Estimate:
-    setting = Setting(
-        attached=arguments.attached,
-        under_ddp=arguments.under_ddp,
-        lazy_gather=arguments.lazy_gather,
-        reduce_dtype=arguments.reduce_dtype,
-        parameters_as_bucket_view=arguments.bucket_view,
-        backend=arguments.backend,
-        no_sync=arguments.no_sync,
-    )
-    return Estimate(subject, subject.plan(world_size, arguments.bucket_mb), setting)
-
-
-def check_training(arguments: argparse.Namespace) -> None:
-    """What argparse cannot see: options that need another."""
-    for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
-        if getattr(arguments, name) and not arguments.attached:
-            raise BadArgument(f"--{name.replace('_', '-')} needs --attached")
-    if arguments.bucket_mb is not None and not 0 < arguments.bucket_mb < math.inf:
-        raise BadArgument(f"--bucket-mb must be positive, got {arguments.bucket_mb:g}")
-    if arguments.master not in (None, torch.float32, torch.float64):
-        raise BadArgument("--master must be fp32 or fp64")
 
 
 def ranks(text: str) -> int:
@@ -194,222 +256,137 @@ def _quantity(text: str, units: dict[str, float], example: str) -> float:
     return number * unit
 
 
-def more(rows: int, shown: int | None) -> str:
-    """What stands below a table of which the first rows are shown, or all (None)."""
-    hidden = rows - shown if shown is not None else 0
-    return f"\n... and {hidden:,} more: --all" if hidden > 0 else ""
-
-
-_ESTIMATE_DETAILS = """\
-What training takes of each rank's memory and of the wire, before the run. The numbers come from the
-plan that the optimizer would make and from steps of the class itself, so they are right for any
-class. Beside them: DDP, torch's ZeroRedundancyOptimizer, ZeRO-2 and ZeRO-3.
-
-examples:
-  onecopy estimate llama-3-8b --world 1 8 64 --dtype bf16 --master fp32 --attached
-  onecopy estimate gpt2-xl --world 8 --optimizer muon+adamw
-  onecopy estimate my.package:make_model --world 16 --optimizer sgd --option momentum=0.9
-  onecopy estimate ./config.json --world 8 --bandwidth 400Gbit/s --latency 10us
-"""
-Columns = Sequence[Estimate]
-
-
-def _add_estimate(commands: Any) -> None:
-    parser = add_command(
-        commands, "estimate", "memory and traffic before the run", _ESTIMATE_DETAILS
-    )
-    add_training(parser)
-    add = parser.add_argument
-    add(
-        "--world", type=ranks, nargs="+", default=[1, 2, 4, 8], metavar="N", help="numbers of ranks"
-    )
-    add("--bandwidth", type=bandwidth, metavar="RATE", help="of a rank, e.g. 400Gbit/s or 50GB/s")
-    add("--latency", type=latency, metavar="TIME", help="of a message, e.g. 10us")
-    add("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run_estimate)
+# ------------------------------------------------------------------ estimate
 
 
 def run_estimate(arguments: argparse.Namespace) -> str:
-    check_training(arguments)
     if arguments.latency and not arguments.bandwidth:
         raise BadArgument("--latency needs --bandwidth, e.g. --bandwidth 400Gbit/s")
-    subject = subject_of(arguments)
-    columns = [estimate_of(subject, arguments, world) for world in arguments.world]
+    columns = _estimates(arguments, arguments.world)
+    rate, delay = arguments.bandwidth, arguments.latency or 0.0
     if arguments.json:
-        return json.dumps([_with_time(each, arguments) for each in columns], indent=1)
+        found = [_with_times(each, rate, delay) if rate else each.as_dict() for each in columns]
+        return json.dumps([{"model": arguments.model, **each} for each in found], indent=1)
+    first = columns[0]
+    is_comparable = len(first.spec.classes) == 1  # torch's class can run one class only
+    sent = "sent or received per step by the busiest rank"
     blocks = [
-        f"{arguments.model}: {training_in_words(columns[0])}",
+        f"{arguments.model}: {first.in_words()}",
         _memory(columns),
-        _others(columns),
-        _wires(columns),
+        _compared("total beside others", columns, lambda each: in_bytes(each.memory.total)),
+        _compared(sent, columns, lambda each: in_bytes(each.wire.numbytes)),
     ]
-    if arguments.bandwidth:
-        blocks.append(_times(columns, arguments.bandwidth, arguments.latency or 0.0))
-    notes = _notes(columns[0], timed=bool(arguments.bandwidth))
-    return "\n\n".join([*blocks, _balance(columns), notes])
-
-
-def _head(title: str, columns: Columns) -> list[str]:
-    return [title, *(plural(each.world_size, "rank") for each in columns)]
-
-
-def _memory(columns: Columns) -> str:
-    parts = [{**each.fullest.as_dict(), "total": each.fullest.total} for each in columns]
-    rows = [_head("memory of the fullest rank", columns)]
-    for name in dict.fromkeys(name for part in parts for name in part):
-        counts = [part.get(name, 0) for part in parts]
-        if any(counts):
-            rows.append([f"  {part_in_words(name)}", *map(in_bytes, counts)])
-    return table(rows)
-
-
-def _others(columns: Columns) -> str:
-    return _compared("total beside others", columns, lambda each: in_bytes(each.memory.total))
-
-
-def _wires(columns: Columns) -> str:
-    title = "sent or received per step by the busiest rank"
-    return _compared(title, columns, lambda each: in_bytes(each.wire.numbytes))
-
-
-def _times(columns: Columns, rate: float, delay: float) -> str:
-    title = f"its time at {in_bytes(rate)}/s and {in_seconds(delay)}"
-    return _compared(title, columns, lambda each: in_seconds(each.wire.seconds(rate, delay)))
-
-
-def _compared(title: str, columns: Columns, cell: Callable[[Baseline], str]) -> str:
-    """A row for us and one for each peer."""
-    rows = [_head(title, columns)]
-    contenders = [[Baseline("onecopy", each.fullest, each.wire), *each.peers] for each in columns]
-    for same in zip(*contenders, strict=True):
-        rows.append([f"  {same[0].name}", *map(cell, same)])
-    return table(rows)
-
-
-def _balance(columns: Columns) -> str:
-    rows = [_head("elements on the fullest rank / even share", columns)]
-    rows.append(["  onecopy", *(f"{each.imbalance:.3f}" for each in columns)])
-    if len(columns[0].subject.classes) == 1:
-        rows.append(["  torch's class", *(f"{each.torchs_imbalance:.3f}" for each in columns)])
-    return table(rows)
-
-
-def _notes(estimate: Estimate, timed: bool) -> str:
-    notes = ["Activations are not counted.", *notes_on_peers(estimate)]
-    if len(estimate.subject.classes) > 1:
+    if rate:
+        title = f"its time at {in_bytes(rate)}/s and {in_seconds(delay)}"
+        times = _compared(title, columns, lambda each: in_seconds(each.wire.seconds(rate, delay)))
+        blocks.append(times)
+    balance = [["  onecopy", *(f"{each.imbalance:.3f}" for each in columns)]]
+    notes = ["Activations are not counted.", *first.notes()]
+    if is_comparable:
+        balance.append(["  torch's class", *(f"{each.torchs_imbalance:.3f}" for each in columns)])
+    else:
         notes.append("torch's class can run one optimizer class only.")
-    if timed:
+    if rate:
         notes.append(
             "Times are those of the alpha-beta model: log2(ranks) latencies for each collective "
             "and the bytes at full bandwidth, with nothing hidden behind computation."
         )
-    return textwrap.fill(" ".join(notes), 86)
+    blocks.append(_table("elements on the fullest rank / even share", columns, balance))
+    return "\n\n".join([*blocks, textwrap.fill(" ".join(notes), 86)])
 
 
-def _with_time(estimate: Estimate, arguments: argparse.Namespace) -> dict[str, Any]:
-    found = estimate.as_dict()
-    if arguments.bandwidth:
-        delay = arguments.latency or 0.0
-        found["seconds"] = estimate.wire.seconds(arguments.bandwidth, delay)
-        for peer in estimate.peers:
-            seconds = peer.wire.seconds(arguments.bandwidth, delay)
-            found["peers"][peer.name]["seconds"] = seconds
-    return {"model": arguments.model, **found}
+def _estimates(arguments: argparse.Namespace, world_sizes: Sequence[int]) -> list[Estimate]:
+    for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
+        if getattr(arguments, name) and not arguments.attached:
+            raise BadArgument(f"--{name.replace('_', '-')} needs --attached")
+    if arguments.bucket_mb is not None and not 0 < arguments.bucket_mb < math.inf:
+        raise BadArgument(f"--bucket-mb must be positive, got {arguments.bucket_mb:g}")
+    if arguments.master not in (None, torch.float32, torch.float64):
+        raise BadArgument("--master must be fp32 or fp64")
+    model, optimizer_class = load_optimizer(arguments.optimizer, load_model(arguments.model))
+    spec = ModelSpec.of(
+        model,
+        optimizer_class,
+        dtype=arguments.dtype,
+        partition=arguments.partition,
+        master_dtype=arguments.master,
+        defaults=dict(arguments.option),
+    )
+    setting = Setting(
+        attached=arguments.attached,
+        under_ddp=arguments.under_ddp,
+        lazy_gather=arguments.lazy_gather,
+        reduce_dtype=arguments.reduce_dtype,
+        parameters_as_bucket_view=arguments.bucket_view,
+        backend=arguments.backend,
+        no_sync=arguments.no_sync,
+    )
+    return [Estimate(spec, spec.plan(size, arguments.bucket_mb), setting) for size in world_sizes]
 
 
-_PLAN_DETAILS = """\
-Who owns what: the plan that the optimizer would make, with the bytes that each rank holds.
-
-examples:
-  onecopy plan gpt2 --world 8
-  onecopy plan llama-3-8b --world 64 --dtype bf16 --html plan.html
-  onecopy plan my.package:make_model --world 4 --optimizer muon+adamw --all
-  onecopy plan gpt2 --world 8 --json > plan.json
-"""
-_SHOWN_ROWS = 16  # rows of a table, unless all are asked for
+def _table(title: str, columns: Sequence[Estimate], rows: Sequence[Sequence[str]]) -> str:
+    return table([[title, *(plural(each.world_size, "rank") for each in columns)], *rows])
 
 
-def _add_plan(commands: Any) -> None:
-    parser = add_command(commands, "plan", "who owns what", _PLAN_DETAILS)
-    add_training(parser)
-    add = parser.add_argument
-    add("--world", type=ranks, required=True, metavar="N", help="number of ranks")
-    add("--all", action="store_true", help="all rows, not only the first of each table")
-    add("--json", action="store_true", help="print JSON instead of tables")
-    add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
-    parser.set_defaults(run=run_plan)
+def _memory(columns: Sequence[Estimate]) -> str:
+    parts = [{**each.fullest.as_dict(), "total": each.fullest.total} for each in columns]
+    rows = []
+    for name in dict.fromkeys(name for part in parts for name in part):
+        counts = [part.get(name, 0) for part in parts]
+        text = name.replace("_copies", " copies").replace("state/", "state: ")
+        if any(counts):
+            text = "DDP's buckets" if name == "ddp_buckets" else text
+            rows.append([f"  {text}", *map(in_bytes, counts)])
+    return _table("memory of the fullest rank", columns, rows)
+
+
+def _compared(title: str, columns: Sequence[Estimate], cell: Callable[[Baseline], str]) -> str:
+    """A row for us and one for each of the others."""
+    ways = [[Baseline("onecopy", each.fullest, each.wire), *each.peers] for each in columns]
+    rows = [[f"  {same[0].name}", *map(cell, same)] for same in zip(*ways, strict=True)]
+    return _table(title, columns, rows)
+
+
+def _with_times(estimate: Estimate, rate: float, delay: float) -> dict[str, Any]:
+    found = {**estimate.as_dict(), "seconds": estimate.wire.seconds(rate, delay)}
+    for peer in estimate.peers:
+        found["peers"][peer.name]["seconds"] = peer.wire.seconds(rate, delay)
+    return found
+
+
+# ------------------------------------------------------------------ plan and report
 
 
 def run_plan(arguments: argparse.Namespace) -> str:
-    check_training(arguments)
     if arguments.json and arguments.html:
         raise BadArgument("--json and --html are two forms of the same: choose one")
-    estimate = estimate_of(subject_of(arguments), arguments, arguments.world)
+    (estimate,) = _estimates(arguments, [arguments.world])
     if arguments.json:
-        return json.dumps(as_json(estimate, arguments.model), indent=1)
+        return json.dumps(estimate.plan_as_dict(arguments.model), indent=1)
     if arguments.html:
         arguments.html.write_text(plan_page(estimate, arguments.model), encoding="utf-8")
         return str(arguments.html)
-    shown = None if arguments.all else _SHOWN_ROWS
-    blocks = [
-        f"{arguments.model}: {training_in_words(estimate)}",
-        _plan_balance(estimate),
-        _ranks(estimate, shown),
-        _parameters(estimate, shown),
-    ]
-    return "\n\n".join(blocks)
-
-
-def _plan_balance(estimate: Estimate) -> str:
     plan, torchs = estimate.plan, ""
-    if len(estimate.subject.classes) == 1:  # it can run one class only
+    if len(estimate.spec.classes) == 1:  # torch's class can run one class only
         torchs = f" (torch's class: {estimate.torchs_imbalance:.3f})"
-    return (
+    summary = (
         f"{plural(len(plan.buckets), 'bucket')} of at most {in_bytes(plan.bucket_bytes)}, "
         f"{plural(sum(estimate.shards), 'shard')}\n"
         f"elements on the fullest rank / even share: {estimate.imbalance:.3f}{torchs}"
     )
-
-
-def _ranks(estimate: Estimate, shown: int | None) -> str:
-    rows = [["rank", "elements", "shards", "holds in all"]]
-    found = rank_rows(estimate)
-    for row in found[:shown]:
-        rows.append([row.ranks, f"{row.elements:,}", f"{row.shards:,}", in_bytes(row.total)])
-    return table(rows) + more(len(found), shown)
-
-
-def _parameters(estimate: Estimate, shown: int | None) -> str:
-    rows = [["parameter", "shape", "dtype", "kind", "bytes", "owners", "buckets"]]
-    found = param_rows(estimate)
-    for row in found[:shown]:
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        owners = ranks_in_words(row.owners, estimate.world_size)
-        size, buckets = in_bytes(row.nbytes), str(row.buckets)
-        rows.append([row.name, shape, row.dtype, row.kind.value, size, owners, buckets])
-    return table(rows, left=4) + more(len(found), shown)
-
-
-_REPORT_DETAILS = """\
-What a run has recorded: memory of each rank, bytes of each bucket, and how much of the
-communication was exposed (training stood still) and hidden (it went on meanwhile). Record first:
-
-  ONECOPY_TRACE=traces torchrun --nproc-per-node 2 train.py
-
-examples:
-  onecopy report traces
-  onecopy report traces --html report.html
-"""
-_SHOWN_BUCKETS = 16  # rows of a table, unless all are asked for
-
-
-def _add_report(commands: Any) -> None:
-    parser = add_command(commands, "report", "what a run has recorded", _REPORT_DETAILS)
-    add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="what ONECOPY_TRACE named: rank-0.json, ...")
-    add("--all", action="store_true", help="all rows, not only the first of each table")
-    add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
-    parser.set_defaults(run=run_report)
+    ranks = [["rank", "elements", "shards", "holds in all"]]
+    for rank in estimate.rank_rows():
+        counts = f"{rank.elements:,}", f"{rank.shards:,}", in_bytes(rank.total_bytes)
+        ranks.append([ranks_in_words([rank.ranks]), *counts])
+    params = [["parameter", "shape", "dtype", "kind", "bytes", "owners", "buckets"]]
+    for param in estimate.param_rows():
+        shape = " x ".join(map(str, param.shape)) or "scalar"
+        owners = ranks_in_words(param.owners, estimate.world_size)
+        size = in_bytes(param.bytes)
+        row = [param.name, shape, param.dtype, param.kind, size, owners, str(param.buckets)]
+        params.append(row)
+    tables = [_first_rows(ranks, arguments.all), _first_rows(params, arguments.all, left=4)]
+    return "\n\n".join([f"{arguments.model}: {estimate.in_words()}", summary, *tables])
 
 
 def run_report(arguments: argparse.Namespace) -> str:
@@ -417,78 +394,21 @@ def run_report(arguments: argparse.Namespace) -> str:
     if arguments.html:
         arguments.html.write_text(run_page(found), encoding="utf-8")
         return str(arguments.html)
-    shown = None if arguments.all else _SHOWN_BUCKETS
     blocks = [f"{found.title}: {found.in_words()}"]
     for head, rows in (memory_table(found), rank_table(found), bucket_table(found)):
         if rows:
-            blocks.append(table([head, *rows[:shown]]) + more(len(rows), shown))
-    blocks.append(
+            blocks.append(_first_rows([head, *rows], arguments.all))
+    note = (
         "Times are of one step, under the profiler; of a bucket in the mean over the ranks.\n"
         "Hidden times are upper bounds. On accelerators look at the traces themselves."
-        + ("" if found.is_attached else "\nDDP's all-reduce is not ours, and not counted.")
     )
-    return "\n\n".join(blocks)
+    if not found.traces[0].is_attached:
+        note += "\nDDP's all-reduce is not ours, and not counted."
+    return "\n\n".join([*blocks, note])
 
 
-_COMMANDS = (_add_estimate, _add_plan, _add_report)
-
-_DESCRIPTION = """\
-Sharded optimizer state for PyTorch: what it takes, and who owns what, before the run; when it
-communicated and waited, after it.
-
-examples:
-  onecopy estimate llama-3-8b --world 1 8 64 --dtype bf16 --master fp32
-  onecopy plan gpt2 --world 8 --html plan.html
-  onecopy report traces --html report.html
-"""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
-    try:
-        arguments = _parser().parse_args(argv)
-    except BadArgument as error:
-        return _complain(error, 2)
-    try:
-        print(arguments.run(arguments))
-        sys.stdout.flush()
-        return 0
-    except BadArgument as error:
-        return _complain(error, 2)
-    except BrokenPipeError:  # `| head` has seen enough
-        _abandon_output()
-        return 1
-    except (Failure, ValueError, OSError) as error:
-        return _complain(error, 1)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:  # of the model or the optimizer class, which are not ours
-        what = getattr(arguments, "optimizer", None)
-        tried = f"trying {arguments.model} with {what} and its options: " if what else ""
-        return _complain(f"{tried}{type(error).__name__}: {error}", 1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="onecopy",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"onecopy {__version__}")
-    commands = parser.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", required=True
-    )
-    for add in _COMMANDS:
-        add(commands)
-    return parser
-
-
-def _complain(error: Exception | str, code: int) -> int:
-    text = " ".join(str(error).split()) or type(error).__name__
-    print(f"onecopy: {text}", file=sys.stderr)
-    return code
-
-
-def _abandon_output() -> None:
-    """Else the interpreter would try to flush it, and complain, when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _first_rows(rows: Sequence[Sequence[str]], shows_all: bool, left: int = 1) -> str:
+    """A table, and how many of its rows are not shown. The first of ``rows`` is the head."""
+    shown = rows if shows_all else rows[: _SHOWN_ROWS + 1]
+    hidden = len(rows) - len(shown)
+    return table(shown, left) + (f"\n... and {hidden:,} more: --all" if hidden else "")

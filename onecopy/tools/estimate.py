@@ -1,13 +1,13 @@
-"""What a training takes of every rank, before the run."""
+"""What a training takes of every rank, before the run; who owns what, in rows."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -39,19 +39,33 @@ from onecopy.tools.baselines import (
 from onecopy.tools.model_spec import ModelSpec
 from onecopy.version import __version__
 
-
-def part_in_words(name: str) -> str:
-    """A part of a memory report.
-
-    >>> part_in_words("master_copies"), part_in_words("state/exp_avg")
-    ('master copies', 'state: exp_avg')
-    """
-    return {"ddp_buckets": "DDP's buckets"}.get(name) or name.replace("_copies", " copies").replace(
-        "state/", "state: "
-    )
+Ranges = tuple[tuple[int, int], ...]  # of ranks: first and last
 
 
-def ranks_in_words(ranges: Sequence[tuple[int, int]], world_size: int) -> str:
+class RankRow(NamedTuple):
+    """Adjacent ranks that own equally much."""
+
+    ranks: tuple[int, int]  # first and last
+    elements: int  # of each of them
+    shards: int
+    total_bytes: int  # of everything that it holds
+
+
+class ParamRow(NamedTuple):
+    """A planned parameter, and who owns it."""
+
+    number: int  # among the parameters of the model
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    elements: int
+    bytes: int
+    owners: Ranges
+    buckets: int
+
+
+def ranks_in_words(ranges: Sequence[tuple[int, int]], world_size: int = 1) -> str:
     """The ranks in ranges (first, last).
 
     >>> ranks_in_words([(0, 3), (5, 5)], 8), ranks_in_words([(0, 7)], 8)
@@ -86,20 +100,24 @@ class Setting:
 
     @property
     def is_native(self) -> bool:
-        """Whether collectives of the backend are used, instead of messages and shared memory."""
+        """Whether the collectives of the backend are used, not messages and shared memory."""
         return self.backend != "gloo" or forces_c10d(os.environ)
 
 
 class Estimate:
-    """Bytes on every rank, on the wire, and what others would take. ``print`` shows a table."""
+    """Bytes on every rank, bytes that travel, and the same of other ways to train.
 
-    def __init__(self, subject: ModelSpec, plan: Plan, setting: Setting) -> None:
-        self.subject = subject
+    ``print`` shows the fullest rank as a table.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: Plan, setting: Setting) -> None:
+        self.spec = spec
         self.plan = plan
         self.setting = setting
         self.world_size = plan.world_size
 
-    # ------------------------------------------------------------------ memory
+    def __str__(self) -> str:
+        return str(self.fullest)
 
     def on(self, rank: int) -> MemoryReport:
         """What one rank holds after a step, or with ``no_sync`` before the backward that averages:
@@ -131,13 +149,13 @@ class Estimate:
 
     @cached_property
     def loads(self) -> list[int]:
-        """Elements that every rank owns and updates."""
-        return self._tally.loads(self.world_size)
+        """Elements that each rank owns and updates."""
+        return self._counts.loads(self.world_size)
 
     @cached_property
     def shards(self) -> list[int]:
-        """In how many pieces that is, by rank."""
-        counts = self._tally.shards.values()
+        """How many shards each rank owns."""
+        counts = self._counts.shards.values()
         return [sum(of[rank] for of in counts) for rank in range(self.world_size)]
 
     @property
@@ -148,22 +166,118 @@ class Estimate:
     @cached_property
     def torchs_imbalance(self) -> float:
         """The same for the partition of torch's class."""
-        return imbalance(torch_loads(self.subject, self.world_size))
+        return imbalance(torch_loads(self.spec, self.world_size))
 
     @cached_property
-    def _tally(self) -> Counts:
+    def wire(self) -> CommModel:
+        """What travels in a step."""
+        direct = not self.setting.is_native
+        gather = from_owners("all-gather", self._owned_bytes, len(self.plan.buckets), direct)
+        return CommModel(self.world_size, (self._gradients_on_the_wire, gather))
+
+    @cached_property
+    def peers(self) -> tuple[Baseline, ...]:
+        """DDP, torch's class (unless there are several optimizer classes), ZeRO-2 and ZeRO-3."""
+        return baselines_of(self.spec, self._gradient_bytes, self.world_size)
+
+    # ------------------------------------------------------------------ in words and rows
+
+    def in_words(self) -> str:
+        """What is trained, and how."""
+        spec, setting = self.spec, self.setting
+        dtypes = dict.fromkeys(_name_of(param.tensor.dtype) for param in spec.params)
+        frozen = len(spec.params) - len(spec.trained)
+        kinds = [*dtypes, *([f"{frozen} of them frozen"] if frozen else [])]
+        classes = " and ".join(cls.__name__ for cls in spec.classes)
+        if any(map(spec.master_bytes, spec.trained)):
+            classes += f" on {_name_of(spec.master_dtype)} master copies"
+        mode = "drop-in"
+        if setting.attached:
+            mode = "attached to DDP" if setting.under_ddp else "attached"
+        return (
+            f"{sum(param.tensor.numel() for param in spec.params):,} parameters in "
+            f"{plural(len(spec.params), 'tensor')} ({', '.join(kinds)}), {classes}, {mode}, "
+            f"{setting.backend}"
+        )
+
+    def notes(self) -> list[str]:
+        """What must be known to compare with the others."""
+        notes = [
+            "DDP and the ZeRO stages are formulas, without the buffers that they have besides; DDP "
+            "keeps a second copy of all gradients, alone or with an optimizer that is not "
+            "attached, unless gradient_as_bucket_view=True."
+        ]
+        return notes + [f"{peer.name} {peer.note}." for peer in self.peers if peer.note]
+
+    def rank_rows(self) -> list[RankRow]:
+        ranks = range(self.world_size)
+        facts = [(self.loads[rank], self.shards[rank], self.on(rank).total) for rank in ranks]
+        rows = []
+        for numbers, group in groupby(ranks, key=facts.__getitem__):
+            members = list(group)
+            rows.append(RankRow((members[0], members[-1]), *numbers))
+        return rows
+
+    def param_rows(self) -> list[ParamRow]:
+        """The planned parameters, in the order of the model."""
+        owners = _owners_of(self.plan)
+        rows = []
+        for index in sorted(self.plan.params):
+            name, tensor, _ = self.spec.params[index]
+            rows.append(
+                ParamRow(
+                    *(index, name, tuple(tensor.shape), _name_of(tensor.dtype)),
+                    *(self._kinds[index].value, tensor.numel(), tensor.nbytes),
+                    *owners[index],
+                )
+            )
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fullest rank, and beside it the peers."""
+        return {
+            "world_size": self.world_size,
+            "mode": "attached" if self.setting.attached else "drop-in",
+            "backend": self.setting.backend,
+            "elements": sum(param.tensor.numel() for param in self.spec.params),
+            "trained_elements": sum(self.loads),
+            "fullest_rank": self.fullest_rank,
+            **_memory_and_wire(self.fullest, self.wire),
+            "imbalance": self.imbalance,
+            "torchs_imbalance": self.torchs_imbalance,
+            "peers": {peer.name: _memory_and_wire(peer.memory, peer.wire) for peer in self.peers},
+        }
+
+    def plan_as_dict(self, model: str) -> dict[str, Any]:
+        """For JSON: the whole plan."""
+        return {
+            "onecopy": __version__,
+            "model": model,
+            "bucket_bytes": self.plan.bucket_bytes,
+            **self.as_dict(),
+            "ranks": [row._asdict() for row in self.rank_rows()],
+            "parameters": [row._asdict() for row in self.param_rows()],
+            "buckets": len(self.plan.buckets),
+        }
+
+    # ------------------------------------------------------------------ what is owned
+
+    @cached_property
+    def _kinds(self) -> dict[int, Kind]:
+        """By planned parameter."""
+        return {param: stream.kind for stream in self.plan.streams for param in stream.params}
+
+    @cached_property
+    def _counts(self) -> Counts:
+        """By bytes of the state (of elementwise classes), and by the bytes of an element in the
+        master copy and in the parameter."""
+        spec = self.spec
+
         def label(param: int) -> tuple[StateBytes | None, int, int]:
-            subject = self.subject
-            recipe = subject.recipe(param) if param in self._cut_streams else None
-            return recipe, subject.master_bytes(param), subject.params[param].dtype.itemsize
+            state = spec.state_bytes(param) if self._kinds[param] is Kind.ELEMENTWISE else None
+            return state, spec.master_bytes(param), spec.params[param].tensor.itemsize
 
         return count_elements(self.plan, label)
-
-    @cached_property
-    def _cut_streams(self) -> frozenset[int]:
-        """The parameters in elementwise streams."""
-        streams = (s for s in self.plan.streams if s.kind is Kind.ELEMENTWISE)
-        return frozenset(param for stream in streams for param in stream.params)
 
     @cached_property
     def _state(self) -> dict[str, list[int]]:
@@ -173,91 +287,101 @@ class Estimate:
         def add(key: str, rank: int, count: int) -> None:
             found.setdefault(key, [0] * self.world_size)[rank] += count
 
-        for label, elements in self._tally.elements.items():
+        for label, elements in self._counts.elements.items():
             assert isinstance(label, tuple)
             if label[0] is not None:
-                shards = self._tally.shards[label]
+                shards = self._counts.shards[label]
                 for rank in range(self.world_size):
                     for key, count in label[0].of(elements[rank], shards[rank]).items():
                         add(key, rank, count)
         for stream in self.plan.streams:
             for param, owner in zip(stream.params, stream.owners, strict=False):
-                for key, count in self.subject.state_of(param).items():
+                for key, count in self.spec.state_of(param).items():
                     add(key, owner, count)
         return found
 
     @cached_property
     def _masters(self) -> list[int]:
+        """Bytes of the master copies, by rank."""
         return self._owned(lambda label: label[1])
 
     @cached_property
     def _owned_bytes(self) -> list[int]:
-        """Bytes of the parameters that each rank owns."""
+        """Bytes of the parameters, by owner."""
         return self._owned(lambda label: label[2])
 
-    def _owned(self, itemsize: Any) -> list[int]:
-        sizes = [(itemsize(label), of) for label, of in self._tally.elements.items()]
+    def _owned(self, itemsize: Callable[[Any], int]) -> list[int]:
+        sizes = [(itemsize(label), of) for label, of in self._counts.elements.items()]
         return [sum(size * of[rank] for size, of in sizes) for rank in range(self.world_size)]
+
+    # ------------------------------------------------------------------ parameters and gradients
 
     @cached_property
     def _parameter_bytes(self) -> int:
-        return sum(param.nbytes for param in self.subject.params)
+        return sum(param.tensor.nbytes for param in self.spec.params)
 
     @cached_property
     def _trained_bytes(self) -> int:
-        return sum(self.subject.params[param].nbytes for param in self.subject.trained)
+        return sum(self.spec.params[param].tensor.nbytes for param in self.spec.trained)
 
     @cached_property
     def _gradient_bytes(self) -> int:
         """Of all gradients, as backward leaves them."""
-        subject = self.subject
-        return sum(
-            subject.params[i].numel * grad_dtype(subject.tensor(i)).itemsize
-            for i in subject.trained
-        )
+        tensors = [self.spec.params[param].tensor for param in self.spec.trained]
+        return sum(tensor.numel() * grad_dtype(tensor).itemsize for tensor in tensors)
 
     @cached_property
     def _accumulated_bytes(self) -> int:
         """Of all gradients inside ``no_sync()``, in the dtype of the master copies if there are."""
-        subject = self.subject
-        dtypes = {
-            i: gradient_dtype(subject.tensor(i), subject.master_dtype) for i in subject.trained
-        }
-        return sum(subject.params[i].numel * dtype.itemsize for i, dtype in dtypes.items())
+        tensors = [self.spec.params[param].tensor for param in self.spec.trained]
+        master = self.spec.master_dtype
+        return sum(tensor.numel() * gradient_dtype(tensor, master).itemsize for tensor in tensors)
 
     @cached_property
     def _held_gradients(self) -> list[list[int]]:
         """In attached mode: bytes by stream and rank."""
-        found = []
-        for stream, slots in enumerate(slot_elements(self.plan)):
-            itemsize = self._held_in(stream).itemsize
-            found.append([count * itemsize for count in slots])
-        return found
+        return [
+            [count * self._held_dtype(stream).itemsize for count in slots]
+            for stream, slots in enumerate(slot_elements(self.plan))
+        ]
 
-    def _held_in(self, stream: int) -> torch.dtype:
-        param = self.subject.tensor(self.plan.streams[stream].params[0])
-        return gradient_dtype(param, self.subject.master_dtype)
+    def _first_of(self, stream: int) -> torch.Tensor:
+        return self.spec.params[self.plan.streams[stream].params[0]].tensor
+
+    def _held_dtype(self, stream: int) -> torch.dtype:
+        return gradient_dtype(self._first_of(stream), self.spec.master_dtype)
 
     def _wire_dtype(self, stream: int) -> torch.dtype:
-        param = self.subject.tensor(self.plan.streams[stream].params[0])
+        param = self._first_of(stream)
         given = self.setting.reduce_dtype if param.is_floating_point() else None
         return given or grad_dtype(param)
 
+    @property
+    def _gradients_on_the_wire(self) -> CommPart:
+        if not self.setting.attached:
+            return all_reduce(self._gradient_bytes, self.world_size)
+        owned = [0] * self.world_size
+        for stream, slots in enumerate(slot_elements(self.plan)):
+            size = self._wire_dtype(stream).itemsize
+            owned = [before + size * count for before, count in zip(owned, slots, strict=True)]
+        return from_owners("reduce-scatter", owned, len(self.plan.buckets), direct=True)
+
+    # ------------------------------------------------------------------ staging
+
     def _lends_anew(self, stream: int) -> bool:
-        setting, param = self.setting, self.subject.tensor(self.plan.streams[stream].params[0])
-        is_eager = setting.attached and not setting.lazy_gather
-        return is_eager and self._wire_dtype(stream) == param.dtype
+        is_eager = self.setting.attached and not self.setting.lazy_gather
+        return is_eager and self._wire_dtype(stream) == self._first_of(stream).dtype
 
     @cached_property
     def _ways(self) -> Links:
         return Links(
             native=self.setting.is_native,
-            one_host=not self.setting.is_native and self.subject.on_cpu,
-            on_cpu=self.subject.on_cpu,
+            one_host=not self.setting.is_native and self.spec.on_cpu,
+            on_cpu=self.spec.on_cpu,
             in_place=self.setting.parameters_as_bucket_view,
             lazily=self.setting.lazy_gather,
             lends_anew=self._lends_anew,
-            is_dense=lambda param: is_dense(self.subject.tensor(param)),
+            is_dense=lambda param: is_dense(self.spec.params[param].tensor),
         )
 
     @cached_property
@@ -266,60 +390,44 @@ class Estimate:
 
     @cached_property
     def _reduce_staging(self) -> ReduceStaging:
-        return ReduceStaging(self.plan, self._ways, self._wire_dtype, self._held_in)
+        return ReduceStaging(self.plan, self._ways, self._wire_dtype, self._held_dtype)
 
-    # ------------------------------------------------------------------ wire and peers
 
-    @cached_property
-    def wire(self) -> CommModel:
-        """What travels in a step."""
-        direct = not self.setting.is_native
-        gather = from_owners("all-gather", self._owned_bytes, len(self.plan.buckets), direct)
-        return CommModel(self.world_size, (self._reduction, gather))
+def _memory_and_wire(memory: MemoryReport, wire: CommModel) -> dict[str, Any]:
+    return {
+        "memory": {**memory.as_dict(), "total": memory.total},
+        "wire": {part.name: part.numbytes for part in wire.parts},
+    }
 
-    @property
-    def _reduction(self) -> CommPart:
-        if not self.setting.attached:
-            return all_reduce(self._gradient_bytes, self.world_size)
-        slots = slot_elements(self.plan)
-        sizes = [self._wire_dtype(stream).itemsize for stream in range(len(slots))]
-        owned = [
-            sum(size * of[rank] for size, of in zip(sizes, slots, strict=True))
-            for rank in range(self.world_size)
-        ]
-        return from_owners("reduce-scatter", owned, len(self.plan.buckets), direct=True)
 
-    @cached_property
-    def peers(self) -> tuple[Baseline, ...]:
-        """DDP, torch's class (unless there are several optimizer classes), ZeRO-2 and ZeRO-3."""
-        return baselines_of(self.subject, self._gradient_bytes, self.world_size)
+def _name_of(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    # ------------------------------------------------------------------ telling
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fullest rank, and beside it the peers."""
-        return {
-            "world_size": self.world_size,
-            "mode": "attached" if self.setting.attached else "drop-in",
-            "backend": self.setting.backend,
-            "elements": sum(param.numel for param in self.subject.params),
-            "trained_elements": sum(self.loads),
-            "fullest_rank": self.fullest_rank,
-            "memory": {**self.fullest.as_dict(), "total": self.fullest.total},
-            "wire": {each.name: each.numbytes for each in self.wire.parts},
-            "imbalance": self.imbalance,
-            "torchs_imbalance": self.torchs_imbalance,
-            "peers": {
-                peer.name: {
-                    "memory": {**peer.memory.as_dict(), "total": peer.memory.total},
-                    "wire": {each.name: each.numbytes for each in peer.wire.parts},
-                }
-                for peer in self.peers
-            },
-        }
-
-    def __str__(self) -> str:
-        return str(self.fullest)
+def _owners_of(plan: Plan) -> dict[int, tuple[Ranges, int]]:
+    """The ranks that own some of each parameter, and the number of buckets in which it lies."""
+    runs: dict[int, set[tuple[int, int]]] = {}
+    buckets: dict[int, int] = {}
+    for stream in plan.streams:
+        for param, owner in zip(stream.params, stream.owners, strict=False):
+            runs[param], buckets[param] = {(owner, owner)}, 1
+    for number, bucket in enumerate(plan.buckets):
+        if plan.streams[bucket.stream].kind is Kind.ELEMENTWISE:
+            for segment in plan.segments(number):
+                last = segment.offset + segment.stop - segment.start - 1
+                run = plan.rank_at(number, segment.offset), plan.rank_at(number, last)
+                runs.setdefault(segment.param, set()).add(run)
+                buckets[segment.param] = buckets.get(segment.param, 0) + 1
+    found = {}
+    for param, ranges in runs.items():
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(ranges):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = merged[-1][0], max(last, merged[-1][1])
+            else:
+                merged.append((first, last))
+        found[param] = tuple(merged), buckets[param]
+    return found
 
 
 def estimate(
@@ -345,8 +453,8 @@ def estimate(
     Args:
         model_or_shapes: a module (on the meta device, if it is large), names with shapes, a list of
             shapes, or what an optimizer accepts: parameters or groups.
-        optimizer_class: the class to run. It takes a step on small tensors or on such without
-            memory, so that its state is known whatever class it is.
+        optimizer_class: the class to run. It takes a step on small tensors or on the meta device,
+            so that its state is known for any class.
         world_size: the number of ranks.
         attached: ``optimizer.attach(module)`` is used; ``under_ddp``: on a DDP module.
         dtype: train floating-point parameters in this dtype instead of their own.
@@ -357,7 +465,7 @@ def estimate(
         no_sync: attached, gradients are accumulated inside ``no_sync()``: count them too.
         **defaults: options of ``optimizer_class``.
 
-    All else is as for :class:`ZeroRedundancyOptimizer` and its ``attach``.
+    The other arguments are those of :class:`ZeroRedundancyOptimizer` and of its ``attach``.
 
     >>> found = estimate({"weight": (1000, 1000)}, torch.optim.AdamW, 8, backend="gloo")
     >>> found.fullest.state
@@ -367,7 +475,7 @@ def estimate(
         *(attached, under_ddp, lazy_gather, reduce_dtype, parameters_as_bucket_view, backend),
         no_sync=no_sync,
     )
-    subject = ModelSpec.of(
+    spec = ModelSpec.of(
         model_or_shapes,
         optimizer_class,
         dtype=dtype,
@@ -375,188 +483,4 @@ def estimate(
         master_dtype=master_dtype,
         defaults=defaults,
     )
-    return Estimate(subject, subject.plan(world_size, bucket_mb), setting)
-
-
-# More pieces than this are not listed: nobody reads them, and a billion would fill a disk.
-LISTED_PIECES = 20_000
-
-Ranges = tuple[tuple[int, int], ...]  # of ranks: first and last
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """Neighbouring ranks that own equally much."""
-
-    first: int
-    last: int
-    elements: int  # of each of them
-    shards: int
-    total: int  # bytes of everything that it holds
-
-    @property
-    def ranks(self) -> str:
-        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
-
-
-@dataclass(frozen=True, slots=True)
-class ParamRow:
-    """A planned parameter, and who owns it."""
-
-    index: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    kind: Kind
-    numel: int
-    nbytes: int
-    owners: Ranges
-    buckets: int
-
-
-def rank_rows(estimate: Estimate) -> list[RankRow]:
-    shards = estimate.shards
-    totals = [estimate.on(rank).total for rank in range(estimate.world_size)]
-    alike = groupby(
-        range(estimate.world_size), key=lambda r: (estimate.loads[r], shards[r], totals[r])
-    )
-    found = []
-    for numbers, ranks in alike:
-        members = list(ranks)
-        found.append(RankRow(members[0], members[-1], *numbers))
-    return found
-
-
-def param_rows(estimate: Estimate) -> list[ParamRow]:
-    """The planned parameters, in the order of the model."""
-    plan = estimate.plan
-    owners = owners_of(plan)
-    kinds = {param: stream.kind for stream in plan.streams for param in stream.params}
-    rows = []
-    for index in sorted(plan.params):
-        param = estimate.subject.params[index]
-        ranges, buckets = owners[index]
-        dtype = str(param.dtype).removeprefix("torch.")
-        rows.append(
-            ParamRow(
-                *(index, param.name, param.shape, dtype, kinds[index]),
-                *(param.numel, param.nbytes, ranges, buckets),
-            )
-        )
-    return rows
-
-
-def owners_of(plan: Plan) -> dict[int, tuple[Ranges, int]]:
-    """For each parameter the ranks that own some of it, and in how many buckets it lies."""
-    ranges: dict[int, set[tuple[int, int]]] = {}
-    buckets: dict[int, int] = {}
-    for stream in plan.streams:
-        for param, owner in zip(stream.params, stream.owners, strict=False):
-            ranges[param], buckets[param] = {(owner, owner)}, 1
-    for number, bucket in enumerate(plan.buckets):
-        if plan.streams[bucket.stream].kind is Kind.ELEMENTWISE:
-            for segment in plan.segments(number):
-                last = segment.offset + segment.stop - segment.start - 1
-                run = plan.rank_at(number, segment.offset), plan.rank_at(number, last)
-                ranges.setdefault(segment.param, set()).add(run)
-                buckets[segment.param] = buckets.get(segment.param, 0) + 1
-    return {param: (_merged(runs), buckets[param]) for param, runs in ranges.items()}
-
-
-def _merged(runs: set[tuple[int, int]]) -> Ranges:
-    """Ranges that touch, as one."""
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(runs):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return tuple(found)
-
-
-def count_pieces(estimate: Estimate) -> int:
-    return sum(estimate.shards)
-
-
-def as_json(estimate: Estimate, model: str) -> dict[str, Any]:
-    """All of a plan, for other programs; pieces only if there are not too many."""
-    plan = estimate.plan
-    listed = count_pieces(estimate) <= LISTED_PIECES
-    return {
-        "onecopy": __version__,
-        "model": model,
-        "bucket_bytes": plan.bucket_bytes,
-        **estimate.as_dict(),
-        "ranks": [
-            {
-                "ranks": [row.first, row.last],
-                "elements": row.elements,
-                "pieces": row.shards,
-                "total_bytes": row.total,
-            }
-            for row in rank_rows(estimate)
-        ],
-        "parameters": [
-            {
-                "name": row.name,
-                "shape": list(row.shape),
-                "dtype": row.dtype,
-                "kind": row.kind.value,
-                "elements": row.numel,
-                "bytes": row.nbytes,
-                "owners": [list(run) for run in row.owners],
-                "buckets": row.buckets,
-            }
-            for row in param_rows(estimate)
-        ],
-        "buckets": len(plan.buckets),
-        "pieces": _shards(estimate) if listed else None,
-    }
-
-
-def _shards(estimate: Estimate) -> list[dict[str, Any]]:
-    return [
-        {
-            "rank": shard.rank,
-            "parameter": estimate.subject.params[shard.param].name,
-            "start": shard.start,
-            "stop": shard.stop,
-            "bucket": shard.bucket,
-        }
-        for rank in range(estimate.world_size)
-        for shard in estimate.plan.shards(rank)
-    ]
-
-
-def training_in_words(estimate: Estimate) -> str:
-    """What is trained, and how."""
-    subject = estimate.subject
-    dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in subject.params)
-    frozen = len(subject.params) - len(subject.trained)
-    kinds = [*dtypes, *([f"{frozen} of them frozen"] if frozen else [])]
-    words = [
-        f"{sum(param.numel for param in subject.params):,} parameters in "
-        f"{plural(len(subject.params), 'tensor')} ({', '.join(kinds)})",
-        " and ".join(cls.__name__ for cls in subject.classes),
-    ]
-    if any(subject.master_bytes(i) for i in subject.trained):
-        words[-1] += f" on {str(subject.master_dtype).removeprefix('torch.')} master copies"
-    words.append(_mode(estimate))
-    words.append(estimate.setting.backend)
-    return ", ".join(words)
-
-
-def notes_on_peers(estimate: Estimate) -> list[str]:
-    """What must be known to compare with them."""
-    notes = [
-        "DDP and the ZeRO stages are formulas, without the buffers that they have besides; DDP "
-        "keeps a second copy of all gradients, alone or with an optimizer that is not attached, "
-        "unless gradient_as_bucket_view=True."
-    ]
-    return notes + [f"{peer.name} {peer.note}." for peer in estimate.peers if peer.note]
-
-
-def _mode(estimate: Estimate) -> str:
-    if not estimate.setting.attached:
-        return "drop-in"
-    return "attached to DDP" if estimate.setting.under_ddp else "attached"
+    return Estimate(spec, spec.plan(world_size, bucket_mb), setting)

@@ -1,16 +1,15 @@
-"""What is to be trained and how, before any of it exists: the input of an estimate or of a plan.
+"""What is trained and how, before any of it exists: the input of an estimate or of a plan.
 
-A model, or mere shapes, become parameters without memory (on the meta device). From there on they
-take the way of real ones: the same groups, policies, roster and planner.
+The parameters of a model, or shapes, become parameters on the meta device. Groups, policies,
+registry and plan are made of them as of real ones, by the same functions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -32,22 +31,12 @@ from onecopy.planning.plan import Plan
 from onecopy.planning.traits import Kind, StateBytes, StateTemplate
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A parameter as an estimate knows it."""
+class Described(NamedTuple):
+    """A parameter of a model spec."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    tensor: torch.Tensor  # on the meta device
     group: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +44,11 @@ class ModelSpec:
     """Parameters without memory, in groups, with the classes that update them."""
 
     registry: ParamRegistry
-    makers: tuple[StateTemplate, ...]  # by group
-    params: tuple[Described, ...]  # by number in the plan
+    templates: tuple[StateTemplate, ...]  # by group
+    params: tuple[Described, ...]  # by index in the plan
     master_dtype: torch.dtype | None
-    on_cpu: bool = True  # or on the meta device, or mere shapes: not on an accelerator
+    on_cpu: bool  # or on the meta device, or shapes: not on an accelerator
+    _computed: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -76,86 +66,63 @@ class ModelSpec:
         settings = Settings(partition, master_dtype=master_dtype)
         settings.validate({})
         defaults = dict(defaults or {})
-        shadows: dict[torch.Tensor, torch.Tensor] = {}
-        groups = [_without_memory(g, dtype, shadows) for g in _groups_of(model, dtype)]
-        on_cpu = all(param.device.type in ("cpu", "meta") for param in shadows)
+        stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+        groups = [_without_memory(g, dtype, stand_ins) for g in _groups_of(model, dtype)]
+        on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         policies = PartitionPolicy(optimizer_class, settings, defaults)
-        registry, makers = ParamRegistry(), []
-        names: list[str] = []
-        for group in groups:
+        registry, templates = ParamRegistry(), []
+        params: list[Described] = []
+        for number, group in enumerate(groups):
             policy = policies.of(group, defaults)
             of_class = defaults if policy.optimizer_class is optimizer_class else {}
-            makers.append(StateTemplate.of(policy.optimizer_class, group, of_class))
-            before = len(registry.entries)
+            templates.append(StateTemplate.of(policy.optimizer_class, group, of_class))
             registry = registry.with_group(group, policy)
-            known = dict(zip(group["params"], group["param_names"], strict=True))
-            names += [known[entry.param] for entry in registry.entries[before:]]
-        params = tuple(
-            Described(name, tuple(e.param.shape), e.param.dtype, e.group)
-            for name, e in zip(names, registry.entries, strict=True)
-        )
-        return cls(registry, tuple(makers), params, master_dtype, on_cpu)
+            names = dict(zip(group["params"], group["param_names"], strict=True))
+            new = (entry.param for entry in registry.entries[len(params) :])
+            params += [Described(names[param], param, number) for param in new]
+        return cls(registry, tuple(templates), tuple(params), master_dtype, on_cpu)
 
     def plan(self, world_size: int, bucket_mb: float | None = None) -> Plan:
-        """The plan that the optimizer would make for so many ranks."""
+        """The plan that the optimizer makes on so many ranks."""
         nothing = empty_plan([{"params": self.registry.params}], world_size, bucket_mb)
         return self.registry.extend(nothing, self.registry.to_plan(nothing))
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
         """The parameters that are not frozen."""
-        return tuple(i for i, p in enumerate(self.registry.params) if is_trainable(p))
+        return tuple(i for i, param in enumerate(self.params) if is_trainable(param.tensor))
 
     @cached_property
     def classes(self) -> tuple[type[Optimizer], ...]:
         return tuple(dict.fromkeys(policy.optimizer_class for policy in self.registry.policies))
 
-    def tensor(self, param: int) -> torch.Tensor:
-        """The stand-in on the meta device."""
-        return self.registry.params[param]
-
-    def is_cuttable(self, param: int) -> bool:
-        """Whether its state can be told by the element."""
-        policy = self.registry.policies[self.params[param].group]
-        return policy.kind is Kind.ELEMENTWISE and is_dense(self.tensor(param))
-
-    def recipe(self, param: int, with_master: bool = True) -> StateBytes:
-        """The state of a parameter that may be cut."""
-        described = self.params[param]
-        dtype = self._updated_in(param, with_master)
-        return self._recipes(described.group, dtype)
+    def state_bytes(self, param: int, with_master: bool = True) -> StateBytes:
+        """Of a parameter that may be cut."""
+        dtype, group = self._update_dtype(param, with_master), self.params[param].group
+        if (group, dtype) not in self._computed:
+            self._computed[group, dtype] = self.templates[group].bytes_of_shards(dtype)
+        found: StateBytes = self._computed[group, dtype]
+        return found
 
     def state_of(self, param: int, with_master: bool = True) -> Mapping[str, int]:
-        """The bytes of the state of all of a parameter, by key."""
-        described = self.params[param]
-        if self.is_cuttable(param):
-            return self.recipe(param, with_master).of(described.numel, 1)
-        return self._whole(described.group, described.shape, self._updated_in(param, with_master))
+        """The bytes of the state of a whole parameter, by key."""
+        _, tensor, group = self.params[param]
+        if self.registry.policies[group].kind is Kind.ELEMENTWISE and is_dense(tensor):
+            return self.state_bytes(param, with_master).of(tensor.numel(), 1)
+        key = group, self._update_dtype(param, with_master), tensor.shape
+        if key not in self._computed:
+            self._computed[key] = self.templates[group].bytes_of_tensor(tensor.shape, key[1])
+        found: Mapping[str, int] = self._computed[key]
+        return found
 
     def master_bytes(self, param: int) -> int:
         """Bytes of one element in the parameter's master copy, or 0 if it has none."""
-        dtype = self._updated_in(param, with_master=True)
-        return 0 if dtype == self.params[param].dtype else dtype.itemsize
+        dtype = self._update_dtype(param, with_master=True)
+        return 0 if dtype == self.params[param].tensor.dtype else dtype.itemsize
 
-    def _updated_in(self, param: int, with_master: bool) -> torch.dtype:
-        return update_dtype(self.params[param].dtype, self.master_dtype if with_master else None)
-
-    @cached_property
-    def _known(self) -> dict[Any, Any]:
-        return {}
-
-    def _recipes(self, group: int, dtype: torch.dtype) -> StateBytes:
-        if (group, dtype) not in self._known:
-            self._known[group, dtype] = self.makers[group].bytes_of_shards(dtype)
-        found: StateBytes = self._known[group, dtype]
-        return found
-
-    def _whole(self, group: int, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, int]:
-        key = (group, shape, dtype)
-        if key not in self._known:
-            self._known[key] = self.makers[group].bytes_of_tensor(shape, dtype)
-        found: Mapping[str, int] = self._known[key]
-        return found
+    def _update_dtype(self, param: int, with_master: bool) -> torch.dtype:
+        master = self.master_dtype if with_master else None
+        return update_dtype(self.params[param].tensor.dtype, master)
 
 
 def _groups_of(model: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
@@ -164,9 +131,9 @@ def _groups_of(model: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
         if not model:
             raise ValueError("the model has no parameters")
     elif isinstance(model, Mapping):
-        model = [(str(name), _stand_in(shape, dtype)) for name, shape in model.items()]
+        model = [(str(name), _of_shape(shape, dtype)) for name, shape in model.items()]
     elif isinstance(model, Sequence) and model and all(map(_is_shape, model)):
-        model = [_stand_in(shape, dtype) for shape in model]
+        model = [_of_shape(shape, dtype) for shape in model]
     groups = as_groups(model)
     require_parameters(groups)
     check_tensors(groups)
@@ -177,7 +144,7 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, Sequence) and all(isinstance(size, int) for size in value)
 
 
-def _stand_in(shape: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
+def _of_shape(shape: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
     if not _is_shape(shape) or any(size < 0 for size in shape):
         raise ValueError(f"expected the shape of a parameter, such as (768, 3072), got {shape!r}")
     dtype = dtype or torch.get_default_dtype()
@@ -187,9 +154,10 @@ def _stand_in(shape: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
 def _without_memory(
     group: Mapping[str, Any],
     dtype: torch.dtype | None,
-    shadows: dict[torch.Tensor, torch.Tensor],
+    stand_ins: dict[torch.Tensor, torch.Tensor],
 ) -> dict[str, Any]:
-    """A group of stand-ins with names; the same one for a parameter that is listed twice."""
+    """The group with a stand-in and a name for each parameter; one that is listed twice has one
+    stand-in."""
     names, params = [], []
     given = group.get("param_names")
     for number, entry in enumerate(group["params"]):
@@ -197,18 +165,17 @@ def _without_memory(
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"expected parameters, got {type(param).__name__}: {param!r}")
         names.append(str(name or (given[number] if given else f"parameter {number}")))
-        if param not in shadows:
-            shadows[param] = _shadow(param, dtype)
-        params.append(shadows[param])
+        if param not in stand_ins:
+            stand_ins[param] = _on_meta(param, dtype)
+        params.append(stand_ins[param])
     return {**group, "params": params, "param_names": names}
 
 
-def _shadow(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    takes = dtype is not None and param.is_floating_point()
-    target = dtype if takes else param.dtype
+def _on_meta(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    target = dtype if dtype is not None and param.is_floating_point() else param.dtype
     if param.is_meta and param.dtype == target:
         return param
-    # Strides too: a tensor with gaps in its memory is planned unlike others.
+    # Why strides: a tensor with gaps in its memory is not cut.
     empty = torch.empty_strided(param.shape, param.stride(), dtype=target, device="meta")
     if not isinstance(param, torch.nn.Parameter):
         return empty

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed
-from inside import parse_recorded
 from pages import in_a_browser, in_browser
 from test_files import TRAPS, Trap, small_optimizer
 from test_run_page import trace_of
@@ -37,7 +36,7 @@ from onecopy.comm.gloo.topology import Topology
 from onecopy.comm.group import broadcast_object
 from onecopy.tools.cli import main
 from onecopy.tools.pages.plan_page import plan_page
-from onecopy.tools.pages.run_page import Run, run_page
+from onecopy.tools.pages.run_page import Run, parse_trace, run_page
 
 ROOT = PACKAGE.parent
 
@@ -276,7 +275,7 @@ def pages_with_nasty_names() -> dict[str, str]:
     trace = trace_of(0, 1, classes=[NASTY]) | {"distributedInfo": {"backend": NASTY}}
     return {
         "plan": plan_page(estimate(shapes, torch.optim.AdamW, world_size=2), NASTY),
-        "run": run_page(Run((parse_recorded(trace),))),
+        "run": run_page(Run((parse_trace(trace),))),
     }
 
 

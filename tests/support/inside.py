@@ -39,7 +39,6 @@ from onecopy.sharding import inner, sharded_params
 from onecopy.sharding.all_gather import AllGatherQueue, Transfer
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.sharded_params import ShardedParams
-from onecopy.tools.pages import run_page
 
 # ---------------------------------------- of an optimizer ----------------------------------------
 
@@ -261,7 +260,6 @@ wait_for_readers = local_ranks._linger
 known_kinds = traits._KNOWN
 probe_kind = traits._probe
 MIN_MESSAGE_BYTES = transfer._MIN_MESSAGE_BYTES
-parse_recorded = run_page._understood
 ArchiveIndex = metadata._Index
 store_grows = monitor._grows
 without_split = torch_private._without_split

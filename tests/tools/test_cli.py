@@ -218,25 +218,34 @@ def test_plan_prints_who_owns_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert "more: --all" not in everything
 
 
-def test_plan_as_json_covers_every_element(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_json_says_who_owns_every_element(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "plan", TINY, "--world", "3", "--json", "--bucket-mb", "0.0005"))
-    sizes = {param["name"]: param["elements"] for param in found["parameters"]}
-    assert sum(sizes.values()) == found["trained_elements"] == 328
-    covered: dict[str, set[int]] = {name: set() for name in sizes}
-    for shard in found["pieces"]:
-        elements = set(range(shard["start"], shard["stop"]))
-        assert not elements & covered[shard["parameter"]]
-        covered[shard["parameter"]] |= elements
-        owners = next(p["owners"] for p in found["parameters"] if p["name"] == shard["parameter"])
-        assert any(first <= shard["rank"] <= last for first, last in owners)
-    assert {name: len(elements) for name, elements in covered.items()} == sizes
-    assert sum((b - a + 1) * n["elements"] for n in found["ranks"] for a, b in [n["ranks"]]) == 328
+    params = {param["number"]: param for param in found["parameters"]}
+    assert [param["name"] for param in params.values()] == [n for n, _ in Mlp().named_parameters()]
+    assert sum(param["elements"] for param in params.values()) == found["trained_elements"] == 328
+    plan = estimate(Mlp(), torch.optim.AdamW, 3, bucket_mb=0.0005).plan
+    owners: dict[int, set[int]] = {index: set() for index in params}
+    buckets: dict[int, set[int]] = {index: set() for index in params}
+    elements, shards = [0] * 3, [0] * 3
+    for rank in range(3):
+        for shard in plan.shards(rank):
+            owners[shard.param].add(rank)
+            buckets[shard.param].add(shard.bucket)
+            elements[rank] += shard.numel
+            shards[rank] += 1
+    assert max(map(len, buckets.values())) > 1
+    for index, param in params.items():
+        listed = [rank for a, b in param["owners"] for rank in range(a, b + 1)]
+        assert (set(listed), len(listed)) == (owners[index], len(owners[index]))
+        assert param["buckets"] == len(buckets[index])
+    rows = [(row["elements"], row["shards"], *row["ranks"]) for row in found["ranks"]]
+    of_ranks = [row[:2] for row in rows for _ in range(row[2], row[3] + 1)]
+    assert of_ranks == list(zip(elements, shards, strict=True))
 
 
 def test_a_huge_plan_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "plan", "llama-3-405b", "--world", "16384", "--json", "--bucket-mb", "400")
     found = json.loads(text)
-    assert found["pieces"] is None
     assert len(text) < 10_000_000
     ranks = sum(last - first + 1 for first, last in (row["ranks"] for row in found["ranks"]))
     assert ranks == 16384

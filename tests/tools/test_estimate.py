@@ -204,7 +204,7 @@ def test_the_peers_of_a_model_by_hand() -> None:
 def test_torchs_partition_is_that_of_torchs_class(name: str) -> None:
     shapes = PRESETS[name]()
     for world in (2, 8):
-        found = torch_loads(estimate(shapes, SGD, world).subject, world)
+        found = torch_loads(estimate(shapes, SGD, world).spec, world)
         assert max(found) == torchs_largest_shard(shapes, world)
 
 
@@ -230,9 +230,9 @@ def test_products_of_dimensions_are_read_off_a_stand_in() -> None:
             float(p.sum())  # no meta tensor can do that
             self.state[p]["flat"] = torch.zeros(p.numel(), 3)
 
-    maker = estimate([(2,)], Flat, 1, partition="whole", lr=0.1).subject.makers[0]
+    template = estimate([(2,)], Flat, 1, partition="whole", lr=0.1).spec.templates[0]
     # 274 = 2 * 137, and 137 is one of the primes that stand for other sizes.
-    assert maker.bytes_of_tensor((274, 1000), torch.float32) == {"flat": 274 * 1000 * 3 * 4}
+    assert template.bytes_of_tensor((274, 1000), torch.float32) == {"flat": 274 * 1000 * 3 * 4}
 
 
 def test_what_may_be_given() -> None:
@@ -247,8 +247,8 @@ def test_what_may_be_given() -> None:
     assert total(list(zip(named, params, strict=True))) == expected
     assert total([*params, params[0]]) == expected  # tied
     assert total(params, dtype=torch.bfloat16) == pytest.approx(expected / 2, rel=0.05)
-    subject = estimate(named, AdamW, 2).subject
-    assert [param.name for param in subject.params] == ["weight", "bias"]
+    spec = estimate(named, AdamW, 2).spec
+    assert [param.name for param in spec.params] == ["weight", "bias"]
 
 
 def test_frozen_parameters_are_held_and_nothing_more() -> None:

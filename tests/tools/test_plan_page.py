@@ -16,11 +16,10 @@ from torch.optim import SGD, AdamW
 
 import onecopy.tools.pages.plan_page
 from onecopy import estimate
+from onecopy.planning.text import in_bytes
 from onecopy.tools.models import PRESETS
 from onecopy.tools.pages.charts import (
     Bar,
-    Column,
-    Slice,
     column_chart,
     html_table,
     page,
@@ -48,7 +47,7 @@ def huge_page() -> str:
 # ------------------------------------------------------------------ what is on it
 
 
-def test_every_piece_of_a_small_plan_is_on_the_map() -> None:
+def test_every_shard_of_a_small_plan_is_on_the_map() -> None:
     found = estimate(PRESETS["gpt2"](), AdamW, 8, bucket_mb=25)
     shards = [tip for tip in tips(gpt2_page()) if "bucket" in tip]
     assert len(shards) == sum(found.shards) == 299
@@ -107,17 +106,18 @@ def test_pages_do_not_depend_on_when_they_are_written() -> None:
 
 def test_bars_share_a_scale() -> None:
     bars = [
-        Bar("a", (Slice(1, 0, "t"), Slice(0, 1, "none")), "1"),
-        Bar("b", (Slice(4, 0, "t"),), "4"),
+        Bar("a", [(1, 0, "t"), (0, 1, "none")], "1"),
+        Bar("b", [(4, 0, "t")], "4"),
     ]
-    html = stacked_bars("Label.", bars, ("0", "4"), "detail")
+    html = stacked_bars("Label.", bars, in_bytes, "detail")
+    assert "<span>0</span><span>4 B</span>" in html
     assert "width:25.000%" in html
     assert "width:100.000%" in html
     assert "none" not in html  # an empty part cannot be pointed at
 
 
 def test_columns_have_a_line_at_one() -> None:
-    html = column_chart("t", "f", [Column(2, "x")], top=4, role=0, ends=("a", "b"), detail="d")
+    html = column_chart("t", "f", [(2, "x")], top=4, role=0, ends=("a", "b"), detail="d")
     assert 'y1="75.00"' in html
     assert 'y="50.00" width="996.00" height="50.00"' in html
 

@@ -15,7 +15,7 @@ from pages import Nesting, in_a_browser, in_browser, tips, widths_on_a_phone
 from onecopy.planning.sizes import MemoryReport
 from onecopy.tools.cli import main
 from onecopy.tools.models import Failure
-from onecopy.tools.pages.charts import Event, TimelineRow, in_rows, timeline_chart, together
+from onecopy.tools.pages.charts import Mark, Row, in_subrows, merged_marks, timeline
 from onecopy.tools.pages.run_page import Run, read_run, run_page
 
 MS = 1000.0  # microseconds
@@ -86,14 +86,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     run = read_run(tmp_path)
     assert [trace.rank for trace in run.traces] == [0, 1]
-    assert (run.world_size, run.step_numbers, run.bucket_numbers) == (2, (3, 4), (0, 1))
+    assert (run.world_size, run.bucket_numbers) == (2, (0, 1))
+    assert [step.number for step in run.traces[0].timeline.steps] == [3, 4]
     assert run.phases == ("reduce", "gather")
     assert (run.title, run.in_words()) == ("Steps 3 to 4 on 2 ranks", "AdamW, attached, gloo")
     first = run.traces[0]
     assert first.memory.total == 10_500
     assert first.step_time == pytest.approx(100 * MS)
     assert first.sent()["reduce", 1] == 1_000_000.25
-    assert first.sent_per_step == 4_000_000.5
+    assert sum(first.sent().values()) == 4_000_000.5
     cost = first.cost("reduce")
     assert cost.exposed == pytest.approx(2 * 1.25 * MS + 0.5 * MS)
     assert cost.hidden == pytest.approx((90 - 51.25 - 1.25) * MS)
@@ -226,7 +227,7 @@ def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
     assert f"rank 0: {state}" in found
 
 
-def test_drop_in_and_one_rank_have_fewer_lanes(tmp_path: Path) -> None:
+def test_drop_in_and_one_rank_have_fewer_rows(tmp_path: Path) -> None:
     trace = trace_of(0, 1)
     for event in list(trace["traceEvents"]):
         if "reduce" in event["name"] or "gather" in event["name"]:
@@ -264,28 +265,28 @@ def test_names_are_text_whatever_they_are(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the kit
 
 
-def test_events_that_overlap_stand_below_each_other() -> None:
-    events = [Event(0, 4, 0, "a"), Event(1, 2, 0, "b"), Event(3, 5, 0, "c"), Event(4, 6, 0, "d")]
-    assert [[e.tip for e in row] for row in in_rows(events)] == [["a", "d"], ["b", "c"]]
-    assert [[e.tip for e in row] for row in in_rows(events, depth=1)] == [["a", "b", "c", "d"]]
+def test_marks_that_overlap_stand_below_each_other() -> None:
+    marks = [Mark(0, 4, "a"), Mark(1, 2, "b"), Mark(3, 5, "c"), Mark(4, 6, "d")]
+    assert [[mark.tip for mark in row] for row in in_subrows(marks)] == [["a", "d"], ["b", "c"]]
+    assert [[m.tip for m in row] for row in in_subrows(marks, limit=1)] == [["a", "b", "c", "d"]]
 
 
-def test_too_many_events_are_put_together() -> None:
-    events = [Event(i, i + 0.5, 0, f"e{i}") for i in range(10)]
-    assert together(events, limit=10) == events
-    three = together(events, limit=3)
+def test_too_many_marks_are_merged() -> None:
+    marks = [Mark(i, i + 0.5, f"e{i}", role=0) for i in range(10)]
+    assert merged_marks(marks, limit=10) == marks
+    three = merged_marks(marks, limit=3)
     assert len(three) == 3
     assert (three[0].start, three[-1].stop) == (0, 9.5)
     assert three[0].tip == "e0 … e3: 4 together, 2.0 s in all"
-    pause = [*events[:5], *(Event(i + 50, i + 50.5, 0, "late") for i in range(5))]
-    assert all(event.stop - event.start < 5 for event in together(pause, limit=3))
-    mixed = [Event(0, 9, 0, "outer", is_faint=True), *events]
-    assert together(mixed, limit=3)[0] == mixed[0]
+    pause = [*marks[:5], *(Mark(i + 50, i + 50.5, "late", role=0) for i in range(5))]
+    assert all(mark.stop - mark.start < 5 for mark in merged_marks(pause, limit=3))
+    mixed = [Mark(0, 9, "outer", role=0, opacity=0.4), *marks]
+    assert merged_marks(mixed, limit=3)[0] == mixed[0]
 
 
-def test_lanes_are_drawn_to_scale() -> None:
-    lanes = [TimelineRow("a", (Event(1, 2, 3, "x & y"),)), TimelineRow("b", (), is_deep=True)]
-    html = timeline_chart("Label.", lanes, length=4, edges=[2], above="", detail="d")
+def test_timelines_are_drawn_to_scale() -> None:
+    rows = [Row("a", [Mark(1, 2, "x & y", role=3)]), Row("b", [], overlaps=True)]
+    html = timeline("Label.", rows, length=4, edges=[2], above="", detail="d")
     assert 'class="mark c3" x="250.00" y="1.00" width="250.00"' in html
     assert 'data-tip="x &amp; y"' in html
     assert '<line class="edge" x1="500.00"' in html
@@ -298,17 +299,17 @@ def test_lanes_are_drawn_to_scale() -> None:
 @in_a_browser
 def test_keys_and_clicks_show_what_a_mark_says(tmp_path: Path) -> None:
     script = """
-    const lanes = document.querySelectorAll(".lanes")[1];
-    const detail = document.getElementById(lanes.dataset.detail);
+    const timeline = document.querySelectorAll(".timeline")[1];
+    const detail = document.getElementById(timeline.dataset.detail);
     const press = key => {
-      lanes.dispatchEvent(new KeyboardEvent("keydown", {key}));
+      timeline.dispatchEvent(new KeyboardEvent("keydown", {key}));
       return detail.textContent;
     };
-    lanes.focus();
+    timeline.focus();
     const found = {first: press("ArrowRight"), right: press("ArrowRight")};
     found.down = press("ArrowDown");
     found.end = press("End");
-    const mark = document.querySelector(".lanes .faint");
+    const mark = document.querySelector(".timeline [fill-opacity]");
     mark.dispatchEvent(new MouseEvent("click", {bubbles: true}));
     found.clicked = detail.textContent;
     found.width = [document.documentElement.scrollWidth, innerWidth];

@@ -1,10 +1,15 @@
-"""A self-contained HTML page: skeleton, bars, maps and tables, made from numbers."""
+"""Parts of a self-contained HTML page, as functions from numbers to markup.
+
+A chart is a box that takes the focus. It holds rows of marks, and each mark carries a text
+(``data-tip``) that ``script.js`` shows when it is chosen by pointer or arrow keys. Arguments are
+text, which is escaped here, unless they are called ``content``, ``parts`` or ``above``.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from math import ceil
@@ -13,12 +18,11 @@ from onecopy.planning.sizes import MemoryReport
 from onecopy.planning.text import in_bytes, in_seconds
 from onecopy.version import __version__
 
-# A browser will not load anything from elsewhere, whatever a parameter may be called.
+# Why: a parameter may be called anything, and must not make a browser load something.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
-    """A whole page. ``parts`` is markup; title and subtitle are text."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -50,13 +54,12 @@ def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
 
 
 def section(title: str, *parts: str, long: bool = False) -> str:
-    """A titled part of a page; ``long``: it may be broken over printed pages."""
+    """``long``: it may be broken over printed pages."""
     kind = ' class="long"' if long else ""
     return f"<section{kind}>\n<h2>{escape(title)}</h2>\n{chr(10).join(parts)}\n</section>"
 
 
 def heading(text: str) -> str:
-    """Of a part of a section."""
     return f'<h3 class="part">{escape(text)}</h3>'
 
 
@@ -66,7 +69,7 @@ def paragraph(text: str, soft: bool = False) -> str:
 
 
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
-    """Key figures: what, how much, and what that means."""
+    """Key figures: title, figure and note of each."""
     found = [
         f"<li><span>{escape(what)}</span><b>{escape(figure)}</b><span>{escape(note)}</span></li>"
         for what, figure, note in items
@@ -81,7 +84,7 @@ def folded(summary: str, content: str) -> str:
 def html_table(
     caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()
 ) -> str:
-    """A table; the columns in ``numbers`` lean to the right."""
+    """A table; the columns in ``numbers`` are aligned to the right."""
 
     def cell(tag: str, at: int, text: str) -> str:
         kind = ' class="number"' if at in numbers else ' class="name"' if at == 0 else ""
@@ -102,55 +105,48 @@ def _resource(name: str) -> str:
     return files("onecopy.tools.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-_WIDTH = 1000  # of a drawing, in units of its own
-# Of the width that a letter takes: narrower parts of a strip go without their name, ...
-_LETTER = 0.0075
-_ON_A_PHONE = 3  # ... and on a phone all that are not so many times as wide
-_ROW = 10
+_WIDTH = 1000  # of a drawing, in its own units
+# Share of the width that a character takes. A part of a strip that is narrower than its name has
+# no name; on a phone, one that is not so many times as wide.
+_CHARACTER = 0.0075
+_ON_A_PHONE = 3
+_SUBROWS = 4  # of a row whose marks overlap
+MARKS = 60  # of a row of a timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """A part of a bar."""
+class Mark:
+    """A part of a row that can be chosen. ``tip`` says what it is."""
 
-    size: float
-    role: int  # which colour
+    start: float
+    stop: float
     tip: str
+    role: int | None = None  # which colour; without one, that of the row
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    marks: Sequence[Mark]
+    hue: float = 0.0  # degrees, of the marks without a role
+    overlaps: bool = False  # twice as high, and marks that overlap are drawn below each other
+
+    @property
+    def height(self) -> int:
+        return 24 if self.overlaps else 12
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
     name: str
-    slices: tuple[Slice, ...]
-    figure: str  # what stands behind it
+    parts: Sequence[tuple[float, int, str]]  # size, role and tip
+    figure: str  # printed behind the bar
     is_strong: bool = False
 
     @property
     def size(self) -> float:
-        return sum(part.size for part in self.slices)
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A rectangle in a map: from ``start`` to ``stop``, both between 0 and 1."""
-
-    start: float
-    stop: float
-    tip: str
-    strength: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class MapRow:
-    name: str
-    hue: float  # degrees
-    marks: tuple[Mark, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    size: float
-    tip: str
+        return sum(size for size, _, _ in self.parts)
 
 
 def legend(entries: Sequence[tuple[int, str]]) -> str:
@@ -159,119 +155,195 @@ def legend(entries: Sequence[tuple[int, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def stacked_bars(label: str, bars: Sequence[Bar], ends: tuple[str, str], detail: str) -> str:
-    """Horizontal bars on a scale from 0 to the longest, which ``ends`` name. ``detail``: the id of
-    the line in which the script tells what was chosen."""
-    longest = max((bar.size for bar in bars), default=0) or 1
+def stacked_bars(
+    label: str, bars: Sequence[Bar], in_words: Callable[[float], str], detail: str
+) -> str:
+    """Horizontal bars on a scale from 0 to the longest; ``in_words`` makes its size text."""
+    longest = max((bar.size for bar in bars), default=0)
     rows = []
     for bar in bars:
         parts = "".join(
-            f'<div class="mark c{part.role}" style="width:{100 * part.size / longest:.3f}%" '
-            f'data-tip="{escape(part.tip)}"></div>'
-            for part in bar.slices
-            if part.size
+            f'<div class="mark c{role}" style="width:{100 * size / longest:.3f}%" '
+            f'data-tip="{escape(tip)}"></div>'
+            for size, role, tip in bar.parts
+            if size
         )
         strong = ' class="strong"' if bar.is_strong else ""
         rows.append(
             f'<div class="row"><span{strong}>{escape(bar.name)}</span>'
             f'<div class="track">{parts}</div><span{strong}>{escape(bar.figure)}</span></div>'
         )
-    axis = "".join(f"<span>{escape(end)}</span>" for end in ends)
-    rows.append(f'<div class="scale" aria-hidden="true">{axis}</div>')
-    return framed("bars", label, "\n".join(rows), detail)
+    rows.append(
+        '<div class="scale" aria-hidden="true"><span>0</span>'
+        f"<span>{escape(in_words(longest))}</span></div>"
+    )
+    return _framed("bars", label, "\n".join(rows), detail)
 
 
 def strip(parts: Sequence[tuple[str, float]]) -> str:
-    """Names above a map, each as wide as what it stands for; the shares add up to 1."""
+    """Names above a chart of rows. Each is as wide as its share; the shares add up to 1."""
     found = []
     for name, share in parts:
-        needed = (len(name) + 1) * _LETTER
+        needed = (len(name) + 1) * _CHARACTER
         text = escape(name) if share >= needed else ""
         kind = ' class="roomy"' if share >= needed * _ON_A_PHONE else ""
         found.append(f'<span{kind} style="flex:{share:.5f}">{text}</span>')
     return f'<div class="strip" aria-hidden="true">{"".join(found)}</div>'
 
 
-def ownership_map(label: str, rows: Sequence[MapRow], above: str, detail: str) -> str:
-    """A row for each rank (or some of them), and in it what it owns along the parameters."""
-    drawn = []
-    for number, row in enumerate(rows):
-        marks = "".join(_rectangle(mark, number) for mark in row.marks)
-        drawn.append(f'<g class="row" style="--h:{row.hue:.0f}">{marks}</g>')
+def ownership_map(label: str, rows: Sequence[Row], above: str, detail: str) -> str:
+    """A row for each rank or group of ranks; the marks lie between 0 and 1."""
     height = min(max(len(rows) * 1.5, 3), 30)
-    names = "".join(f"<span>{escape(row.name)}</span>" for row in rows)
-    svg = (
-        f'<svg viewBox="0 0 {_WIDTH} {len(rows) * _ROW}" preserveAspectRatio="none" '
-        f'style="height:{height:g}rem" aria-hidden="true">{"".join(drawn)}</svg>'
+    return _framed("map", label, _drawn(rows, 1.0, height, above), detail)
+
+
+def timeline(
+    label: str, rows: Sequence[Row], length: float, edges: Sequence[float], above: str, detail: str
+) -> str:
+    """``length`` of the axis in seconds; ``edges`` are times that are marked by a line."""
+    full = sum(row.height for row in rows)
+    lines = "".join(
+        f'<line class="edge" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{full}"/>'
+        for at in (_WIDTH * edge / length for edge in edges)
     )
-    content = (
+    axis = (
+        '<span></span><div class="axis" aria-hidden="true"><span>0</span>'
+        f"<span>{in_seconds(length)}</span></div>"
+    )
+    shown = [replace(row, marks=merged_marks(row.marks)) for row in rows]
+    return _framed(
+        "map timeline", label, _drawn(shown, length, full / 8, above, lines) + axis, detail
+    )
+
+
+def _drawn(rows: Sequence[Row], length: float, height: float, above: str, lines: str = "") -> str:
+    """``height`` on the page, in rem."""
+    groups, top = [], 0
+    for row in rows:
+        subrows = in_subrows(row.marks) if row.overlaps else [row.marks]
+        each = (row.height - 2) / max(len(subrows), 1)
+        places = [
+            (mark, top + 1 + number * each)
+            for number, marks in enumerate(subrows)
+            for mark in marks
+        ]
+        places.sort(key=lambda place: place[0].start)  # the order of the arrow keys
+        boxes = "".join(_rectangle(mark, length, y, each - 0.4) for mark, y in places)
+        groups.append(f'<g class="row" style="--h:{row.hue:.0f}">{boxes}</g>')
+        top += row.height
+    names = "".join(f'<span style="flex:{row.height}">{escape(row.name)}</span>' for row in rows)
+    return (
         f'<span></span>{above}<div class="names" aria-hidden="true">{names}</div>'
-        f'<div class="plot">{svg}</div>'
+        f'<div class="plot"><svg viewBox="0 0 {_WIDTH} {top}" preserveAspectRatio="none" '
+        f'style="height:{height:g}rem" aria-hidden="true">{lines}{"".join(groups)}</svg></div>'
     )
-    return framed("map", label, content, detail)
+
+
+def _rectangle(mark: Mark, length: float, y: float, height: float) -> str:
+    # Why: a mark that is narrower than a pixel could neither be seen nor be pointed at.
+    width = max((mark.stop - mark.start) / length * _WIDTH, 0.6 if mark.role is None else 1.5)
+    kind = "of-row" if mark.role is None else f"c{mark.role}"
+    pale = "" if mark.opacity >= 1 else f' fill-opacity="{max(mark.opacity, 0.12):.2f}"'
+    return (
+        f'<rect class="mark {kind}" x="{mark.start / length * _WIDTH:.2f}" y="{y:.2f}" '
+        f'width="{width:.2f}" height="{height:.2f}"{pale} data-tip="{escape(mark.tip)}"/>'
+    )
+
+
+def merged_marks(marks: Sequence[Mark], limit: int = MARKS) -> list[Mark]:
+    """All marks, by their start. If they are more than ``limit``, adjacent ones of one colour are
+    merged, but not across a pause, so that there may be some more than ``limit``."""
+    ordered = sorted(marks, key=lambda mark: (mark.start, -mark.stop))
+    if len(ordered) <= limit:
+        return ordered
+    most = ceil(len(ordered) / limit)
+    pause = (max(mark.stop for mark in ordered) - ordered[0].start) / limit
+    groups = [[ordered[0]]]
+    for mark in ordered[1:]:
+        group = groups[-1]
+        is_alike = (mark.role, mark.opacity) == (group[0].role, group[0].opacity)
+        if is_alike and len(group) < most and mark.start <= group[-1].stop + pause:
+            group.append(mark)
+        else:
+            groups.append([mark])
+    found = []
+    for group in groups:
+        total = in_seconds(sum(mark.stop - mark.start for mark in group))
+        tip = f"{group[0].tip} … {group[-1].tip}: {len(group)} together, {total} in all"
+        one = replace(group[0], stop=max(mark.stop for mark in group), tip=tip)
+        found.append(one if len(group) > 1 else group[0])
+    return found
+
+
+def in_subrows(marks: Sequence[Mark], limit: int = _SUBROWS) -> list[list[Mark]]:
+    """Rows in which nothing overlaps, as long as ``limit`` of them suffice."""
+    rows: list[list[Mark]] = []
+    for mark in marks:
+        free = [row for row in rows if row[-1].stop <= mark.start]
+        if free:
+            free[0].append(mark)
+        elif len(rows) < limit:
+            rows.append([mark])
+        else:
+            min(rows, key=lambda row: row[-1].stop).append(mark)
+    return rows
 
 
 def column_chart(
     title: str,
     figure: str,
-    columns: Sequence[Column],
+    columns: Sequence[tuple[float, str]],
     *,
     top: float,
     role: int,
     ends: Sequence[str],
     detail: str,
 ) -> str:
-    """Vertical bars of which 1 is an even share, marked by a dashed line; ``top`` is the scale."""
+    """Vertical bars, given by size and tip. ``top`` is the end of the scale; a dashed line marks
+    1, the even share."""
     width = _WIDTH / max(len(columns), 1)
     gap = min(width * 0.18, 4)
     bars = "".join(
         f'<rect class="mark c{role}" x="{i * width + gap / 2:.2f}" '
-        f'y="{100 * (1 - column.size / top):.2f}" width="{width - gap:.2f}" '
-        f'height="{100 * column.size / top:.2f}" data-tip="{escape(column.tip)}"/>'
-        for i, column in enumerate(columns)
+        f'y="{100 * (1 - size / top):.2f}" width="{width - gap:.2f}" '
+        f'height="{100 * size / top:.2f}" data-tip="{escape(tip)}"/>'
+        for i, (size, tip) in enumerate(columns)
     )
     even = 100 * (1 - 1 / top)
-    svg = (
+    axis = "".join(f"<span>{escape(end)}</span>" for end in ends)
+    content = (
         f'<svg viewBox="0 0 {_WIDTH} 100" preserveAspectRatio="none" aria-hidden="true">'
         f'<g class="row">{bars}</g>'
         f'<line class="even" x1="0" x2="{_WIDTH}" y1="{even:.2f}" y2="{even:.2f}"/></svg>'
     )
-    axis = "".join(f"<span>{escape(end)}</span>" for end in ends)
-    head = f"<h3><span>{escape(title)}</span><span>{escape(figure)}</span></h3>"
     return (
-        f'<div class="columns">{head}'
-        f'<div class="chart" tabindex="0" role="application" aria-label="{escape(title)}: '
-        f'{escape(figure)}. Arrow keys move between ranks." data-detail="{detail}">{svg}</div>'
+        f'<div class="columns"><h3><span>{escape(title)}</span><span>{escape(figure)}</span></h3>'
+        f"{_box('', f'{title}: {figure}.', content, detail)}"
         f'<div class="axis" aria-hidden="true">{axis}</div></div>'
     )
 
 
-def detail_line(name: str, hint: str) -> str:
-    """Where the script writes what a chosen mark says; a screen reader reads it aloud."""
-    return f'<output class="detail" id="{name}" aria-live="polite">{escape(hint)}</output>'
+def detail_line(detail: str, hint: str) -> str:
+    """Where the script writes the text of the chosen mark; screen readers read it aloud."""
+    return f'<output class="detail" id="{detail}" aria-live="polite">{escape(hint)}</output>'
 
 
-def framed(kind: str, label: str, content: str, detail: str) -> str:
-    """A chart: a box that takes the focus. ``label`` is what a screen reader says of it."""
+def _framed(kind: str, label: str, content: str, detail: str) -> str:
+    return f"<figure>{_box(kind, label, content, detail)}</figure>"
+
+
+def _box(kind: str, label: str, content: str, detail: str) -> str:
+    """A chart. ``label`` is what a screen reader says of it, ``detail`` the id of
+    its detail line."""
     return (
-        f'<figure><div class="chart {kind}" tabindex="0" role="application" '
+        f'<div class="{f"chart {kind}".strip()}" tabindex="0" role="application" '
         f'aria-label="{escape(label)} Arrow keys move between its parts." data-detail="{detail}">\n'
-        f"{content}\n</div></figure>"
-    )
-
-
-def _rectangle(mark: Mark, row: int) -> str:
-    # A sliver that is thinner than a pixel could neither be seen nor be pointed at.
-    width = max((mark.stop - mark.start) * _WIDTH, 0.6)
-    strength = "" if mark.strength >= 1 else f' opacity="{max(mark.strength, 0.12):.2f}"'
-    return (
-        f'<rect class="mark piece" x="{mark.start * _WIDTH:.2f}" y="{row * _ROW}" '
-        f'width="{width:.2f}" height="{_ROW - 1}"{strength} data-tip="{escape(mark.tip)}"/>'
+        f"{content}\n</div>"
     )
 
 
 def in_groups(ranks: Sequence[int], limit: int) -> list[Sequence[int]]:
-    """At most ``limit`` groups of neighbours, of nearly equal size.
+    """At most ``limit`` groups of adjacent ranks, of nearly equal size.
 
     >>> in_groups(range(5), 2)
     [range(0, 2), range(2, 5)]
@@ -293,28 +365,33 @@ def ranks_of(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {range_in_words(ranks)}"
 
 
-_BARS = 8  # rows of a chart of ranks
-
-_STAGES = (  # the parts of a report, in the order of a bar
-    ("parameters", 0),
-    ("gradients", 1),
-    ("optimizer state", 2),
-    ("master copies", 3),
-    ("staging", 4),
-    ("DDP's buckets", 5),
-)
+BARS = 8  # of a chart of ranks
+# The parts of a memory report in the order of a bar; the number of each is its colour.
+_PARTS = ["parameters", "gradients", "optimizer state", "master copies", "staging", "DDP's buckets"]
 
 
-def rank_bars(ranks: Sequence[int], report_of: Callable[[int], MemoryReport]) -> list[Bar]:
-    """A bar for each rank; of ranks that are put together, that of the fullest."""
+def memory_section(
+    ranks: Sequence[int], report_of: Callable[[int], MemoryReport], text: str, *parts: str
+) -> str:
+    """A bar for each rank, or for each group of ranks; ``parts`` follow the chart."""
     bars = []
-    for together in in_groups(ranks, _BARS):
-        fullest = max(map(report_of, together), key=lambda report: report.total)
-        bars.append(memory_bar(ranks_of(together), fullest))
-    return bars
+    for group in in_groups(ranks, BARS):
+        fullest = max(map(report_of, group), key=lambda report: report.total)
+        bars.append(memory_bar(ranks_of(group), fullest))
+    if len(bars) < len(ranks):
+        text += " A bar of several ranks shows the fullest of them."
+    present = {role for bar in bars for size, role, _ in bar.parts if size}
+    return section(
+        "Memory of each rank",
+        paragraph(text),
+        legend([(role, name) for role, name in enumerate(_PARTS) if role in present]),
+        stacked_bars("Memory of each rank, by what it holds.", bars, in_bytes, "memory-detail"),
+        *parts,
+        detail_line("memory-detail", "Choose a part of a bar: click, or use the arrow keys."),
+    )
 
 
-def memory_bar(name: str, report: MemoryReport, strong: bool = False) -> Bar:
+def memory_bar(name: str, report: MemoryReport, is_strong: bool = False) -> Bar:
     keys = ", ".join(f"{key} {in_bytes(size)}" for key, size in report.state.items())
     sizes = (
         report.parameters,
@@ -324,137 +401,10 @@ def memory_bar(name: str, report: MemoryReport, strong: bool = False) -> Bar:
         report.staging,
         report.ddp_buckets,
     )
-    slices = []
-    for (what, role), size in zip(_STAGES, sizes, strict=True):
+    parts = []
+    for role, (what, size) in enumerate(zip(_PARTS, sizes, strict=True)):
         inside = f" ({keys})" if what == "optimizer state" and keys else ""
         share = size / (report.total or 1)
         tip = f"{name}: {what} {in_bytes(size)}{inside}, {share:.0%} of its memory"
-        slices.append(Slice(size, role, tip))
-    return Bar(name, tuple(slices), in_bytes(report.total), strong)
-
-
-def present_stages(bars: Sequence[Bar]) -> list[tuple[int, str]]:
-    """For the legend: the parts that any of the bars has."""
-    roles = {part.role for bar in bars for part in bar.slices if part.size}
-    return [(role, name) for name, role in _STAGES if role in roles]
-
-
-def memory_scale(bars: Sequence[Bar]) -> tuple[str, str]:
-    return "0", in_bytes(max(bar.size for bar in bars))
-
-
-LIMIT = 60  # marks of a lane
-_DEPTH = 4  # marks below each other
-_CHART_WIDTH, _LANE, _GAP = 1000, 12, 2  # of the drawing, in units of its own
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that took from ``start`` to ``stop``, in seconds on the axis."""
-
-    start: float
-    stop: float
-    role: int  # which colour
-    tip: str
-    is_faint: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineRow:
-    name: str
-    events: tuple[Event, ...]
-    is_deep: bool = False  # whether they may overlap
-
-    @property
-    def height(self) -> int:
-        return _LANE * (2 if self.is_deep else 1)
-
-
-def timeline_chart(
-    label: str,
-    lanes: Sequence[TimelineRow],
-    length: float,
-    edges: Sequence[float],
-    above: str,
-    detail: str,
-) -> str:
-    """``length`` of the axis in seconds; ``edges`` are times to mark; ``above`` is a strip."""
-    drawn, full = [], 0
-    for lane in lanes:
-        top = full + _GAP / 2
-        full += lane.height
-        rows = in_rows(together(lane.events)) if lane.is_deep else [together(lane.events)]
-        height = (lane.height - _GAP) / max(len(rows), 1)
-        marks = [(event, top + at * height) for at, row in enumerate(rows) for event in row]
-        marks.sort(key=lambda mark: mark[0].start)  # the order of the arrow keys
-        boxes = "".join(_box(event, length, y, height) for event, y in marks)
-        drawn.append(f'<g class="row">{boxes}</g>')
-    lines = "".join(
-        f'<line class="edge" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{full}"/>'
-        for at in (_CHART_WIDTH * edge / length for edge in edges)
-    )
-    names = "".join(
-        f'<span style="flex:{lane.height}">{escape(lane.name)}</span>' for lane in lanes
-    )
-    content = (
-        f'<span></span>{above}<div class="names" aria-hidden="true">{names}</div>'
-        f'<div class="plot"><svg viewBox="0 0 {_CHART_WIDTH} {full}" preserveAspectRatio="none" '
-        f'style="height:{full / 8:g}rem" aria-hidden="true">{lines}{"".join(drawn)}</svg>'
-        f'</div><span></span><div class="axis" aria-hidden="true"><span>0</span>'
-        f"<span>{in_seconds(length)}</span></div>"
-    )
-    return framed("map lanes", label, content, detail)
-
-
-def _box(event: Event, length: float, top: float, height: float) -> str:
-    # A sliver that is thinner than a pixel could neither be seen nor be pointed at.
-    width = max((event.stop - event.start) / length * _CHART_WIDTH, 1.5)
-    faint = " faint" if event.is_faint else ""
-    return (
-        f'<rect class="mark c{event.role}{faint}" x="{event.start / length * _CHART_WIDTH:.2f}" '
-        f'y="{top:.2f}" width="{width:.2f}" height="{height - 0.4:.2f}" '
-        f'data-tip="{escape(event.tip)}"/>'
-    )
-
-
-def together(events: Sequence[Event], limit: int = LIMIT) -> list[Event]:
-    """All events, or if they are more than ``limit``, neighbours put together: those of a kind, and
-    not across a pause, for which there may be some marks more."""
-    ordered = sorted(events, key=lambda event: (event.start, -event.stop))
-    if len(ordered) <= limit:
-        return ordered
-    most = ceil(len(ordered) / limit)
-    pause = (max(event.stop for event in ordered) - ordered[0].start) / limit
-    groups = [[ordered[0]]]
-    for event in ordered[1:]:
-        group = groups[-1]
-        is_of_a_kind = (event.role, event.is_faint) == (group[0].role, group[0].is_faint)
-        if is_of_a_kind and len(group) < most and event.start <= group[-1].stop + pause:
-            group.append(event)
-        else:
-            groups.append([event])
-    return [_merged(group) for group in groups]
-
-
-def _merged(events: Sequence[Event]) -> Event:
-    first, last = events[0], events[-1]
-    if first is last:
-        return first
-    total = sum(event.stop - event.start for event in events)
-    tip = f"{first.tip} … {last.tip}: {len(events)} together, {in_seconds(total)} in all"
-    stop = max(event.stop for event in events)
-    return Event(first.start, stop, first.role, tip, first.is_faint)
-
-
-def in_rows(events: Sequence[Event], depth: int = _DEPTH) -> list[list[Event]]:
-    """Rows in which nothing overlaps, as long as ``depth`` of them suffice."""
-    rows: list[list[Event]] = []
-    for event in events:
-        free = [row for row in rows if row[-1].stop <= event.start]
-        if free:
-            free[0].append(event)
-        elif len(rows) < depth:
-            rows.append([event])
-        else:
-            min(rows, key=lambda row: row[-1].stop).append(event)
-    return rows
+        parts.append((size, role, tip))
+    return Bar(name, parts, in_bytes(report.total), is_strong)

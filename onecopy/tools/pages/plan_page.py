@@ -5,25 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from onecopy.planning.sizes import count_elements, imbalance
 from onecopy.planning.text import in_bytes, in_short, plural
 from onecopy.planning.traits import Kind
 from onecopy.tools.baselines import torch_loads
-from onecopy.tools.estimate import (
-    Estimate,
-    ParamRow,
-    notes_on_peers,
-    param_rows,
-    rank_rows,
-    ranks_in_words,
-    training_in_words,
-)
+from onecopy.tools.estimate import Estimate, ParamRow, ranks_in_words
 from onecopy.tools.pages.charts import (
-    Column,
-    MapRow,
     Mark,
+    Row,
     cards,
     column_chart,
     detail_line,
@@ -31,144 +21,164 @@ from onecopy.tools.pages.charts import (
     heading,
     html_table,
     in_groups,
-    legend,
     memory_bar,
-    memory_scale,
+    memory_section,
     ownership_map,
     page,
     paragraph,
-    present_stages,
     range_in_words,
-    rank_bars,
     ranks_of,
     section,
     stacked_bars,
     strip,
 )
 
-_PIECES = 1500  # drawn one by one, at most
-_ROWS = 16  # of an aggregated map ...
-_COLUMNS = 40  # ... and about so many columns
-_NAMES = 40  # of layers above it; with more there would be no room
+_SHARDS = 1500  # drawn one by one, at most
+# Of a map of a larger plan: rows, and about so many marks in each.
+_ROWS = 16
+_MARKS = 40
+_NAMES = 40  # of layers above a map; with more there would be no room
 _HUES = (255.0, 520.0)  # from blue over violet and red to green
+_COLUMNS = 64  # of a chart of the balance
+_LISTED = 200  # rows of a table
 
 
-def map_section(estimate: Estimate) -> str:
-    rows = param_rows(estimate)
-    is_exact = sum(estimate.shards) <= _PIECES
-    drawn = _exact_rows(estimate, rows) if is_exact else _aggregated_rows(estimate, rows)
-    elements = sum(row.numel for row in rows) or 1
-    above = strip([(name, count / elements) for name, count in _modules(rows)])
-    text = "All parameters from left to right, as wide as they are large; a row is what " + (
-        "one rank owns: it keeps their optimizer state and updates them."
-        if is_exact
-        else "some ranks own together, the stronger the colour the larger their share. "
-        "There are too many pieces to draw them one by one."
+def plan_page(estimate: Estimate, model: str) -> str:
+    return page(
+        f"{model} on {plural(estimate.world_size, 'rank')}",
+        estimate.in_words(),
+        [
+            _key_figures(estimate),
+            _memory(estimate),
+            _map(estimate),
+            _balance(estimate),
+            _tables(estimate),
+        ],
     )
+
+
+def _key_figures(estimate: Estimate) -> str:
+    ours, ddp = estimate.fullest.total, estimate.peers[0]
+    saved = ddp.memory.total / ours if ours else 1.0
+    sent, of_ddp = estimate.wire.numbytes, ddp.wire.numbytes
+    against = f"{sent / of_ddp:.2f} times DDP's" if of_ddp else "nothing to send"
+    torchs = "torch's class runs one class only"
+    if len(estimate.spec.classes) == 1:
+        torchs = f"torch's partition: {estimate.torchs_imbalance:.3f}"
+    return cards(
+        [
+            ("on the fullest rank", in_bytes(ours), "activations not counted"),
+            ("under plain DDP", in_bytes(ddp.memory.total), f"{saved:.1f} times as much"),
+            ("sent per rank and step", in_bytes(sent), against),
+            ("fullest rank / even share", f"{estimate.imbalance:.3f}", torchs),
+        ]
+    )
+
+
+def _memory(estimate: Estimate) -> str:
+    bars = [memory_bar("onecopy", estimate.fullest, is_strong=True)]
+    bars += [memory_bar(each.name, each.memory) for each in estimate.peers]
+    return memory_section(
+        range(estimate.world_size),
+        estimate.on,
+        "What each rank holds after a step, from the plan that is really used.",
+        heading("Beside others, on their fullest rank"),
+        paragraph(" ".join(estimate.notes()), soft=True),
+        stacked_bars("Memory beside other ways to train.", bars, in_bytes, "memory-detail"),
+    )
+
+
+# ------------------------------------------------------------------ the map
+
+
+def _map(estimate: Estimate) -> str:
+    params = estimate.param_rows()
+    elements = sum(param.elements for param in params) or 1
+    if sum(estimate.shards) <= _SHARDS:
+        rows = _rows_of_shards(estimate, params, elements)
+        what = "one rank owns: it keeps their optimizer state and updates them."
+    else:
+        rows = _rows_of_runs(estimate, params, elements)
+        what = (
+            "some ranks own together, the stronger the colour the larger their share. "
+            "There are too many shards to draw them one by one."
+        )
+    names = strip([(name, count / elements) for name, count in _layers(params)])
     return section(
         "Who owns what",
-        paragraph(text),
-        ownership_map("Map of the plan.", drawn, above, "map-detail"),
+        paragraph(
+            "All parameters from left to right, as wide as they are large; a row is what " + what
+        ),
+        ownership_map("Map of the plan.", rows, names, "map-detail"),
         detail_line(
-            "map-detail", "Choose a piece: click, or focus the map and use the arrow keys."
+            "map-detail", "Choose a shard: click, or focus the map and use the arrow keys."
         ),
     )
 
 
-def _exact_rows(estimate: Estimate, rows: Sequence[ParamRow]) -> list[MapRow]:
-    starts, elements = _positions(rows)
-    of_param = {row.index: row for row in rows}
-    found = []
+def _rows_of_shards(estimate: Estimate, params: Sequence[ParamRow], elements: int) -> list[Row]:
+    ends = itertools.accumulate(param.elements for param in params)
+    starts = {
+        param.number: (end - param.elements, param) for end, param in zip(ends, params, strict=True)
+    }
+    rows = []
     for rank in range(estimate.world_size):
         marks = []
         shards = [shard for shard in estimate.plan.shards(rank) if shard.numel]
-        for shard in sorted(shards, key=lambda p: (p.param, p.start)):
-            row, first = of_param[shard.param], starts[shard.param]
-            span = (
-                "all of it"
-                if shard.numel == row.numel
-                else f"elements {shard.start:,} to {shard.stop:,} of {row.numel:,}"
-            )
-            size = in_bytes(shard.numel * row.nbytes / row.numel)
-            tip = f"rank {rank} · {row.name} · {span} · {size} · bucket {shard.bucket}"
+        for shard in sorted(shards, key=lambda each: (each.param, each.start)):
+            first, param = starts[shard.param]
+            part = f"elements {shard.start:,} to {shard.stop:,} of {param.elements:,}"
+            if shard.numel == param.elements:
+                part = "all of it"
+            size = in_bytes(shard.numel * param.bytes / param.elements)
+            tip = f"rank {rank} · {param.name} · {part} · {size} · bucket {shard.bucket}"
             start, stop = first + shard.start, first + shard.stop
             marks.append(Mark(start / elements, stop / elements, tip))
-        found.append(MapRow(str(rank), _hue(rank, estimate.world_size), tuple(marks)))
-    return found
+        rows.append(Row(str(rank), marks, _hue(rank, estimate.world_size)))
+    return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbouring parameters that are drawn as one."""
-
-    name: str
-    start: int
-    elements: int
-    nbytes: int
-
-
-def _aggregated_rows(estimate: Estimate, rows: Sequence[ParamRow]) -> list[MapRow]:
-    run_of, runs = _runs(rows)
-    elements = sum(run.elements for run in runs) or 1
-    counted = count_elements(estimate.plan, lambda param: run_of[param])
-    found = []
-    groups = in_groups(range(estimate.world_size), _ROWS)
-    for number, ranks in enumerate(groups):
-        marks = []
-        for at, run in enumerate(runs):
-            owned = sum(counted.elements[at][ranks[0] : ranks[-1] + 1])
-            if not owned:
-                continue
-            share = owned / run.elements
-            even = len(ranks) / estimate.world_size
-            tip = (
-                f"{ranks_of(ranks)} · {run.name} · "
-                f"{in_bytes(share * run.nbytes)} · {share:.1%} of it (even would be {even:.1%})"
-            )
-            start, stop = run.start / elements, (run.start + run.elements) / elements
-            marks.append(Mark(start, stop, tip, strength=share / even * 0.75))
-        found.append(MapRow(range_in_words(ranks), _hue(number, len(groups)), tuple(marks)))
-    return found
-
-
-def _runs(rows: Sequence[ParamRow]) -> tuple[dict[int, int], list[_Run]]:
-    """Runs of parameters, each about 1/_COLUMNS of all; the run of each parameter."""
-    limit = sum(row.numel for row in rows) / _COLUMNS
-    members: list[list[ParamRow]] = []
-    for row in rows:
-        if members and sum(r.numel for r in members[-1]) + row.numel <= limit:
-            members[-1].append(row)
+def _rows_of_runs(estimate: Estimate, params: Sequence[ParamRow], elements: int) -> list[Row]:
+    """Groups of ranks as rows, runs of parameters as marks."""
+    runs: list[list[ParamRow]] = []
+    for param in params:
+        if runs and sum(p.elements for p in runs[-1]) + param.elements <= elements / _MARKS:
+            runs[-1].append(param)
         else:
-            members.append([row])
-    runs: list[_Run] = []
-    run_of: dict[int, int] = {}
-    start = 0
-    for number, run in enumerate(members):
-        name = run[0].name if len(run) == 1 else f"{run[0].name} to {run[-1].name}"
-        elements = sum(row.numel for row in run)
-        runs.append(_Run(name, start, elements, sum(row.nbytes for row in run)))
-        run_of |= {row.index: number for row in run}
-        start += elements
-    return run_of, runs
+            runs.append([param])
+    run_of = {param.number: number for number, run in enumerate(runs) for param in run}
+    counts = count_elements(estimate.plan, run_of.__getitem__)
+    groups = in_groups(range(estimate.world_size), _ROWS)
+    rows = []
+    for group, ranks in enumerate(groups):
+        marks: list[Mark] = []
+        even, start = len(ranks) / estimate.world_size, 0
+        for number, run in enumerate(runs):
+            name = run[0].name if len(run) == 1 else f"{run[0].name} to {run[-1].name}"
+            numel = sum(param.elements for param in run)
+            if owned := sum(counts.elements[number][ranks[0] : ranks[-1] + 1]):
+                share = owned / numel
+                size = in_bytes(share * sum(param.bytes for param in run))
+                tip = (
+                    f"{ranks_of(ranks)} · {name} · {size} · {share:.1%} of it "
+                    f"(even would be {even:.1%})"
+                )
+                stop, opacity = start + numel, share / even * 0.75
+                marks.append(Mark(start / elements, stop / elements, tip, opacity=opacity))
+            start += numel
+        rows.append(Row(range_in_words(ranks), marks, _hue(group, len(groups))))
+    return rows
 
 
-def _positions(rows: Sequence[ParamRow]) -> tuple[dict[int, int], int]:
-    """Where each parameter begins when all are laid end to end, and how long that is."""
-    starts, end = {}, 0
-    for row in rows:
-        starts[row.index] = end
-        end += row.numel
-    return starts, end or 1
-
-
-def _modules(rows: Sequence[ParamRow]) -> list[tuple[str, int]]:
-    """Neighbours of one layer and their elements; of all layers together, if there are many."""
-    layers = [(_layer(row.name), row.numel) for row in rows]
+def _layers(params: Sequence[ParamRow]) -> list[tuple[str, int]]:
+    """Adjacent parameters of one layer and their elements; of all layers of a list together, if
+    there are many."""
+    layers = [(_layer(param.name), param.elements) for param in params]
     if len({name for name, _ in layers}) > _NAMES:
         layers = [(re.sub(r"\.\d+$", "", name), numel) for name, numel in layers]
     return [
-        (name, sum(numel for _, numel in together))
-        for name, together in itertools.groupby(layers, key=lambda layer: layer[0])
+        (name, sum(numel for _, numel in group))
+        for name, group in itertools.groupby(layers, key=lambda layer: layer[0])
     ]
 
 
@@ -186,82 +196,11 @@ def _hue(number: int, count: int) -> float:
     return (first + (last - first) * number / max(count, 1)) % 360
 
 
-_BALANCE = 64  # columns of the chart of the balance
-_LISTED = 200  # rows of a table
-
-
-def plan_page(estimate: Estimate, model: str) -> str:
-    """One self-contained page about a plan."""
-    world = estimate.world_size
-    return page(
-        f"{model} on {plural(world, 'rank')}",
-        training_in_words(estimate),
-        [
-            _key_figures(estimate),
-            _memory(estimate),
-            map_section(estimate),
-            _balance(estimate),
-            _tables(estimate),
-        ],
-    )
-
-
-# -------------------------------------------------------------------------- key figures, memory
-
-
-def _key_figures(estimate: Estimate) -> str:
-    ours, ddp = estimate.fullest.total, estimate.peers[0]
-    saved = ddp.memory.total / ours if ours else 1.0
-    wire, plain = estimate.wire.numbytes, ddp.wire.numbytes
-    against = f"{wire / plain:.2f} times DDP's" if plain else "nothing to send"
-    return cards(
-        [
-            ("on the fullest rank", in_bytes(ours), "activations not counted"),
-            ("under plain DDP", in_bytes(ddp.memory.total), f"{saved:.1f} times as much"),
-            ("sent per rank and step", in_bytes(wire), against),
-            (
-                "fullest rank / even share",
-                f"{estimate.imbalance:.3f}",
-                f"torch's partition: {estimate.torchs_imbalance:.3f}"
-                if len(estimate.subject.classes) == 1
-                else "torch's class runs one class only",
-            ),
-        ]
-    )
-
-
-def _memory(estimate: Estimate) -> str:
-    bars = rank_bars(range(estimate.world_size), estimate.on)
-    others = [memory_bar("onecopy", estimate.fullest, strong=True)]
-    others += [memory_bar(peer.name, peer.memory) for peer in estimate.peers]
-    text = "What each rank holds after a step, from the plan that is really used. " + (
-        "Of ranks that are put together, the fullest is shown. " * (len(bars) < estimate.world_size)
-    )
-    return section(
-        "Memory of each rank",
-        paragraph(text),
-        legend(present_stages([*bars, *others])),
-        stacked_bars(
-            "Memory of each rank, by what it holds.", bars, memory_scale(bars), "memory-detail"
-        ),
-        heading("Beside others, on their fullest rank"),
-        paragraph(_about_peers(estimate), soft=True),
-        stacked_bars(
-            "Memory beside other ways to train.", others, memory_scale(others), "memory-detail"
-        ),
-        detail_line("memory-detail", "Choose a part of a bar: click, or use the arrow keys."),
-    )
-
-
-def _about_peers(estimate: Estimate) -> str:
-    return " ".join(notes_on_peers(estimate))
-
-
-# -------------------------------------------------------------------------- the balance
+# ------------------------------------------------------------------ balance and tables
 
 
 def _balance(estimate: Estimate) -> str:
-    ours, torchs = estimate.loads, torch_loads(estimate.subject, estimate.world_size)
+    ours, torchs = estimate.loads, torch_loads(estimate.spec, estimate.world_size)
     top = max(imbalance(ours), imbalance(torchs)) * 1.06
     charts = "".join(
         column_chart(
@@ -279,7 +218,7 @@ def _balance(estimate: Estimate) -> str:
         "Elements that each rank owns, relative to an even share (the dashed line). torch's class "
         "gives each tensor to one rank, so its fullest rank sets the memory of all."
     )
-    if len(estimate.subject.classes) > 1:
+    if len(estimate.spec.classes) > 1:
         text += " It could not run this mixture of classes; shown is how it would share it out."
     return section(
         "Balance, beside torch's partition",
@@ -289,65 +228,59 @@ def _balance(estimate: Estimate) -> str:
     )
 
 
-def _columns(loads: Sequence[int]) -> list[Column]:
+def _columns(loads: Sequence[int]) -> list[tuple[float, str]]:
     even = sum(loads) / len(loads) or 1
-    found = []
-    for ranks in in_groups(range(len(loads)), _BALANCE):
+    columns = []
+    for ranks in in_groups(range(len(loads)), _COLUMNS):
         fullest = max(loads[rank] for rank in ranks)
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {range_in_words(ranks)}, at most"
+        who = ranks_of(ranks) + (", at most" if len(ranks) > 1 else "")
         tip = f"{who}: {fullest:,} elements, {fullest / even:.3f} times an even share"
-        found.append(Column(fullest / even, tip))
-    return found
-
-
-# -------------------------------------------------------------------------- tables
+        columns.append((fullest / even, tip))
+    return columns
 
 
 def _tables(estimate: Estimate) -> str:
-    world = estimate.world_size
-    params = param_rows(estimate)
+    params, ranks = estimate.param_rows(), estimate.rank_rows()
+    plan = estimate.plan
+    whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
+    facts = (
+        f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
+        f"{whole or 'none'} of them kept whole; {plural(len(plan.buckets), 'bucket')} of at most "
+        f"{in_bytes(plan.bucket_bytes)}; {plural(sum(estimate.shards), 'shard')}."
+    )
+    of_ranks = html_table(
+        "Ranks and what they hold",
+        ("rank", "elements", "shards", "holds in all"),
+        [
+            (
+                ranks_in_words([row.ranks]),
+                *(f"{row.elements:,}", f"{row.shards:,}", in_bytes(row.total_bytes)),
+            )
+            for row in ranks[:_LISTED]
+        ],
+        numbers=(1, 2, 3),
+    )
     of_params = html_table(
         "Parameters and their owners",
         ("parameter", "shape", "dtype", "kind", "bytes", "owners", "buckets"),
         [
             (
                 *(row.name, " × ".join(map(str, row.shape)) or "scalar", row.dtype),
-                *(row.kind.value, in_bytes(row.nbytes)),
-                *(ranks_in_words(row.owners, world), str(row.buckets)),
+                *(row.kind, in_bytes(row.bytes)),
+                *(ranks_in_words(row.owners, estimate.world_size), str(row.buckets)),
             )
             for row in params[:_LISTED]
         ],
         numbers=(4, 6),
     )
-    ranks = rank_rows(estimate)
-    of_ranks = html_table(
-        "Ranks and what they hold",
-        ("rank", "elements", "shards", "holds in all"),
-        [
-            (row.ranks, f"{row.elements:,}", f"{row.shards:,}", in_bytes(row.total))
-            for row in ranks[:_LISTED]
-        ],
-        numbers=(1, 2, 3),
-    )
     return section(
         "In numbers",
-        paragraph(_facts(estimate)),
-        folded(_title("rank", len(ranks)), of_ranks),
-        folded(_title("parameter", len(params)), of_params),
+        paragraph(facts),
+        folded(_title("By rank", len(ranks)), of_ranks),
+        folded(_title("By parameter", len(params)), of_params),
         long=True,
     )
 
 
-def _facts(estimate: Estimate) -> str:
-    plan = estimate.plan
-    whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
-    return (
-        f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
-        f"{whole or 'none'} of them kept whole; {plural(len(plan.buckets), 'bucket')} of at most "
-        f"{in_bytes(plan.bucket_bytes)}; {plural(sum(estimate.shards), 'shard')}."
-    )
-
-
-def _title(what: str, rows: int) -> str:
-    every = f"By {what}"
-    return every if rows <= _LISTED else f"{every}: the first {_LISTED:,} of {rows:,} rows"
+def _title(text: str, rows: int) -> str:
+    return text if rows <= _LISTED else f"{text}: the first {_LISTED:,} of {rows:,} rows"

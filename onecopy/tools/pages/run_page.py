@@ -15,10 +15,10 @@ from onecopy.planning.sizes import MemoryReport
 from onecopy.planning.text import in_bytes, in_seconds, plural
 from onecopy.tools.models import Failure
 from onecopy.tools.pages.charts import (
+    BARS,
     Bar,
-    Event,
-    Slice,
-    TimelineRow,
+    Mark,
+    Row,
     cards,
     detail_line,
     folded,
@@ -26,20 +26,34 @@ from onecopy.tools.pages.charts import (
     html_table,
     in_groups,
     legend,
-    memory_scale,
+    memory_section,
     page,
     paragraph,
-    present_stages,
-    rank_bars,
     ranks_of,
     section,
     stacked_bars,
     strip,
-    timeline_chart,
+    timeline,
 )
 
 _FILE = re.compile(r"rank-(\d+)\.json")
 _HOW = "record one with ONECOPY_TRACE=DIR torchrun ... train.py"
+_US = 1e-6  # the times of a trace are in microseconds
+_TIMELINES = 8  # at most
+_PALE = 0.38  # opacity
+_LISTED = 200  # rows of a table
+
+# Roles of colours.
+_COMPUTE, _STEP, _EXPOSED = 0, 2, 5
+_ROLE = {"reduce": 1, "gather": 4}  # by phase, in the order of a step
+_LEGEND = {
+    "reduce": "reduce: gradients to their owners",
+    "gather": "gather: parameters to everybody",
+}
+
+
+def _time(microseconds: float) -> str:
+    return in_seconds(microseconds * _US)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +72,6 @@ class Trace:
     zero: float  # microseconds on the clock of its host at the zero of its timeline
 
     @property
-    def begin(self) -> float:
-        return self.timeline.start
-
-    @property
     def end(self) -> float:
         """Of the last traced step."""
         return self.timeline.steps[-1].stop
@@ -78,20 +88,16 @@ class Trace:
 
     @property
     def exposed(self) -> float:
-        """Microseconds of a step."""
-        return sum(self.cost(phase).exposed for phase in ("reduce", "gather"))
+        """Microseconds of a step, of all phases."""
+        return sum(self.cost(phase).exposed for phase in _ROLE)
 
     @property
     def hidden(self) -> float:
-        return sum(self.cost(phase).hidden for phase in ("reduce", "gather"))
+        return sum(self.cost(phase).hidden for phase in _ROLE)
 
     def sent(self) -> dict[tuple[str, int], float]:
         """Bytes each time, by phase and bucket."""
         return {(b.phase, b.bucket): b.bytes / b.times for b in self.buckets if b.times}
-
-    @property
-    def sent_per_step(self) -> float:
-        return sum(self.sent().values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +114,39 @@ class Run:
     def phases(self) -> tuple[str, ...]:
         """In the order of a step."""
         present = {each.phase for trace in self.traces for each in trace.buckets}
-        return tuple(phase for phase in ("reduce", "gather") if phase in present)
+        return tuple(phase for phase in _ROLE if phase in present)
 
     @property
     def bucket_numbers(self) -> tuple[int, ...]:
         return tuple(sorted({each.bucket for trace in self.traces for each in trace.buckets}))
 
     @property
-    def step_numbers(self) -> tuple[int, ...]:
-        return tuple(step.number for step in self.traces[0].timeline.steps)
-
-    @property
     def title(self) -> str:
         """``Steps 3 to 5 on 8 ranks``."""
-        first, *_, last = (*self.step_numbers, self.step_numbers[-1])
+        recorded = self.traces[0].timeline.steps
+        first, last = recorded[0].number, recorded[-1].number
         steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
         return f"{steps} on {plural(self.world_size, 'rank')}"
-
-    @property
-    def is_attached(self) -> bool:
-        return self.traces[0].is_attached
 
     def in_words(self) -> str:
         """What was run: ``AdamW, attached, gloo``."""
         first = self.traces[0]
-        mode = "attached" if self.is_attached else "drop-in"
+        mode = "attached" if first.is_attached else "drop-in"
         words = [" and ".join(first.classes), mode, first.backend]
         if len(self.traces) != self.world_size:
             words.append(f"traces of {plural(len(self.traces), 'rank')}")
         return ", ".join(filter(None, words))
 
     def origins(self) -> tuple[float, ...]:
-        """Where the common time axis begins in the time of each trace.
+        """The start of the common time axis, in the time of each trace.
 
-        Clocks of one host agree, and show who waits for whom. Those of several may not: if traces
-        that must overlap do not, each rank begins at its own start.
+        The clocks of one host agree and show who waits for whom. Those of several hosts may not:
+        if traces that must overlap do not, the axis of each rank starts with its own trace.
         """
-        starts = [trace.zero + trace.begin for trace in self.traces]
-        longest = max(trace.end - trace.begin for trace in self.traces)
+        starts = [trace.zero + trace.timeline.start for trace in self.traces]
+        longest = max(trace.end - trace.timeline.start for trace in self.traces)
         if max(starts) - min(starts) > longest:
-            return tuple(trace.begin for trace in self.traces)
+            return tuple(trace.timeline.start for trace in self.traces)
         return tuple(min(starts) - trace.zero for trace in self.traces)
 
 
@@ -159,20 +158,12 @@ def read_run(directory: Path) -> Run:
     if not files:
         raise Failure(f"{directory} holds no traces (rank-0.json, ...): {_HOW}")
     traces = tuple(_read(files[rank]) for rank in sorted(files))
-    _require_same_run(directory, traces)
-    return Run(traces)
-
-
-def _require_same_run(directory: Path, traces: Sequence[Trace]) -> None:
     sizes = sorted({trace.world_size for trace in traces})
     steps = {tuple(step.number for step in trace.timeline.steps) for trace in traces}
-    if len(sizes) > 1:
-        what = f"of {' and '.join(map(str, sizes))} ranks"
-    elif len(steps) > 1:
-        what = "of different steps"
-    else:
-        return
-    raise Failure(f"{directory} holds traces {what}: empty it, and record one run")
+    if len(sizes) > 1 or len(steps) > 1:
+        differ = f"{' and '.join(map(str, sizes))} ranks" if len(sizes) > 1 else "different steps"
+        raise Failure(f"{directory} holds traces of {differ}: empty it, and record one run")
+    return Run(traces)
 
 
 def _read(file: Path) -> Trace:
@@ -181,7 +172,7 @@ def _read(file: Path) -> Trace:
     except (ValueError, OSError, RecursionError) as error:
         raise Failure(f"{file} cannot be read ({error}): remove it, and record again") from error
     try:
-        trace = _understood(content)
+        trace = parse_trace(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Failure(f"{file} is no trace that onecopy has written: {_HOW}") from error
     if not trace.timeline.steps:
@@ -192,9 +183,9 @@ def _read(file: Path) -> Trace:
     return trace
 
 
-def _understood(content: Mapping[str, Any]) -> Trace:
+def parse_trace(content: Mapping[str, Any]) -> Trace:
     facts = content["onecopy"]
-    timeline = Timeline.of(content["traceEvents"]).of_steps()
+    steps = Timeline.of(content["traceEvents"]).of_steps()
     memory = {str(name): _counted(count) for name, count in facts["memory"].items()}
     return Trace(
         rank=_counted(facts["rank"]),
@@ -204,15 +195,15 @@ def _understood(content: Mapping[str, Any]) -> Trace:
         backend=str((content.get("distributedInfo") or {}).get("backend", "")),
         memory=MemoryReport.from_dict(memory),
         buckets=tuple(_stats(each) for each in facts["buckets"]),
-        timeline=timeline,
-        costs=timeline.costs(),
+        timeline=steps,
+        costs=steps.costs(),
         zero=measured(content.get("baseTimeNanoseconds", 0)) / 1e3,
     )
 
 
 def _stats(found: Mapping[str, Any]) -> BucketStats:
     phase = str(found["phase"])
-    if phase not in ("reduce", "gather"):
+    if phase not in _ROLE:
         raise ValueError(phase)
     return BucketStats(
         phase,
@@ -226,16 +217,16 @@ def _stats(found: Mapping[str, Any]) -> BucketStats:
 
 
 def _counted(value: Any) -> int:
-    """A number of bytes, messages or ranks. ValueError if nobody can have counted so far."""
+    """A number of bytes, messages or ranks. ValueError if it is negative or too large."""
     number = int(value)
     if not 0 <= number < 1 << 63:
         raise ValueError(value)
     return number
 
 
-Table = tuple[list[str], list[list[str]]]  # head and rows
+# ------------------------------------------------------------------ tables
 
-_US = 1e-6  # the times of a trace are in microseconds
+Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
 def rank_table(run: Run) -> Table:
@@ -245,11 +236,9 @@ def rank_table(run: Run) -> Table:
         head += [f"{phase} exposed", f"{phase} hidden"]
     rows = []
     for trace in run.traces:
-        row = [str(trace.rank), in_seconds(trace.step_time * _US)]
-        for phase in run.phases:
-            cost = trace.cost(phase)
-            row += [in_seconds(cost.exposed * _US), in_seconds(cost.hidden * _US)]
-        rows.append(row)
+        costs = [trace.cost(phase) for phase in run.phases]
+        times = [time for cost in costs for time in (cost.exposed, cost.hidden)]
+        rows.append([str(trace.rank), *map(_time, (trace.step_time, *times))])
     return head, rows
 
 
@@ -267,194 +256,58 @@ def memory_table(run: Run) -> Table:
 
 def bucket_table(run: Run) -> Table:
     """What each bucket sends, and what it costs, by phase."""
-    head = ["bucket", "sent by the busiest rank", "exposed", "hidden"]
     rows = []
     sent = [trace.sent() for trace in run.traces]
     for bucket in run.bucket_numbers:
         for phase in run.phases:
             costs = [trace.cost(phase, bucket) for trace in run.traces]
-            rows.append(
-                [
-                    f"{phase} {bucket}",
-                    in_bytes(max(each.get((phase, bucket), 0) for each in sent)),
-                    in_seconds(mean(cost.exposed for cost in costs) * _US),
-                    in_seconds(mean(cost.hidden for cost in costs) * _US),
-                ]
-            )
-    return head, rows
+            most = max(each.get((phase, bucket), 0) for each in sent)
+            exposed = mean(cost.exposed for cost in costs)
+            hidden = mean(cost.hidden for cost in costs)
+            rows.append([f"{phase} {bucket}", in_bytes(most), _time(exposed), _time(hidden)])
+    return ["bucket", "sent by the busiest rank", "exposed", "hidden"], rows
 
 
-_RANKS = 8  # that are drawn
-_COMPUTE, _REDUCE, _STEP, _GATHER, _WAIT = 0, 1, 2, 4, 5  # roles of colours
-_ROLE = {"reduce": _REDUCE, "gather": _GATHER}
-_LEGEND = {
-    "reduce": (_REDUCE, "reduce: gradients to their owners"),
-    "gather": (_GATHER, "gather: parameters to everybody"),
-}
-_SECONDS = 1e-6  # the times of a trace are in microseconds
-
-
-def timeline_section(run: Run) -> str:
-    shown = _shown(run)
-    entries = [(_COMPUTE, "forward and backward"), (_STEP, "optimizer step")]
-    entries += [_LEGEND[phase] for phase in run.phases]
-    if run.phases:
-        entries.append((_WAIT, "waiting: exposed"))
-    origins = {t.rank: origin for t, origin in zip(run.traces, run.origins(), strict=True)}
-    length = max((trace.end - origins[trace.rank]) * _SECONDS for trace in shown) or 1.0
-    charts = []
-    for trace in shown:
-        charts.append(heading(f"rank {trace.rank}"))
-        charts.append(_chart(trace, run.phases, origins[trace.rank], length))
-    return section(
-        "Timeline",
-        paragraph(_text(run, shown)),
-        legend(entries),
-        *charts,
-        detail_line(
-            "timeline-detail", "Choose a mark: click, or focus a timeline and use the arrow keys."
-        ),
-        long=len(shown) > 3,
-    )
-
-
-def _text(run: Run, shown: list[Trace]) -> str:
-    text = (
-        "Under way, in pale colours: a bucket has left and nobody has waited for it yet, so it "
-        "travels behind computation. Red: training stands still until it has arrived. "
-    )
-    if len(shown) < len(run.traces):
-        text += (
-            f"Of {len(run.traces):,} ranks those are shown that waited least and most: who waits "
-            "least is waited for. "
-        )
-    return text
-
-
-def _shown(run: Run) -> list[Trace]:
-    """The ranks that waited most and least."""
-    if len(run.traces) <= _RANKS:
-        return list(run.traces)
-    ordered = sorted(run.traces, key=lambda trace: trace.exposed)
-    half = _RANKS // 2
-    return sorted([*ordered[:half], *ordered[-half:]], key=lambda trace: trace.rank)
-
-
-def _chart(trace: Trace, phases: tuple[str, ...], origin: float, length: float) -> str:
-    """One rank; ``origin`` is where the axis begins in the time of its trace."""
-
-    def event(start: float, stop: float, role: int, text: str, is_faint: bool = False) -> Event:
-        duration = in_seconds((stop - start) * _SECONDS)
-        tip = f"rank {trace.rank} · {text} · {duration}"
-        at = (start - origin) * _SECONDS
-        return Event(at, at + (stop - start) * _SECONDS, role, tip, is_faint)
-
-    spans, steps = trace.timeline.spans, trace.timeline.steps
-    computing = [
-        event(step.began, step.start, _COMPUTE, f"step {step.number}, forward and backward")
-        for step in steps
-    ]
-    stepping = [
-        event(step.start, step.stop, _STEP, f"step {step.number}, optimizer.step()", is_faint=True)
-        for step in steps
-    ]
-    stepping += [
-        event(span.start, span.stop, _STEP, f"step of bucket {span.bucket}")
-        for span in spans
-        if span.phase == "step"
-    ]
-    lanes = [TimelineRow("compute", tuple(computing)), TimelineRow("step", tuple(stepping))]
-    for phase in phases:
-        launches = [
-            event(span.start, span.stop, _ROLE[phase], f"{phase} {span.bucket}, launched")
-            for span in spans
-            if span.phase == phase and not span.is_wait
-        ]
-        lanes.append(TimelineRow(phase, tuple(launches)))
-    if phases:
-        flights = [
-            event(
-                each.launch.stop,
-                each.wait.start,
-                _ROLE[each.launch.phase],
-                f"{each.name} under way, hidden",
-                is_faint=True,
-            )
-            for each in trace.timeline.transfers()
-            if each.hidden
-        ]
-        waits = [
-            event(span.start, span.stop, _WAIT, f"waited for {span.phase} {span.bucket}")
-            for span in spans
-            if span.is_wait
-        ]
-        lanes += [
-            TimelineRow("under way", tuple(flights), is_deep=True),
-            TimelineRow("wait", tuple(waits)),
-        ]
-    edges = [(step.stop - origin) * _SECONDS for step in steps[:-1]]
-    return timeline_chart(
-        f"Timeline of rank {trace.rank}.",
-        lanes,
-        length=length,
-        edges=edges,
-        above=_step_strip(trace, origin, length),
-        detail="timeline-detail",
-    )
-
-
-def _step_strip(trace: Trace, origin: float, length: float) -> str:
-    """Which part of the axis belongs to which step."""
-    parts = [("", (trace.begin - origin) * _SECONDS / length)]
-    parts += [
-        (f"step {step.number}", (step.stop - step.began) * _SECONDS / length)
-        for step in trace.timeline.steps
-    ]
-    parts.append(("", max(0.0, length - (trace.end - origin) * _SECONDS) / length))
-    return strip([part for part in parts if part[0] or part[1] > 0])
-
-
-_BARS = 8  # rows of a chart of ranks
-_LISTED = 200  # rows of a table
-_US = 1e-6
-_EXPOSED, _HIDDEN = 5, {"reduce": 1, "gather": 4}  # roles of colours
+# ------------------------------------------------------------------ the page
 
 
 def run_page(run: Run) -> str:
     """One self-contained page about a traced run."""
-    parts = [_key_figures(run), timeline_section(run)]
-    if run.phases:
-        parts.append(_communication(run))
-    return page(
-        run.title,
-        run.in_words(),
-        [*parts, _memory(run), _tables(run)],
-    )
-
-
-# -------------------------------------------------------------------------- key figures, memory
+    reports = {trace.rank: trace.memory for trace in run.traces}
+    text = "What each rank held after the last traced step."
+    memory = memory_section(list(reports), reports.__getitem__, text)
+    communication = [_communication(run)] if run.phases else []
+    parts = [_key_figures(run), _timelines(run), *communication, memory, _tables(run)]
+    return page(run.title, run.in_words(), parts)
 
 
 def _key_figures(run: Run) -> str:
-    step = median(trace.step_time for trace in run.traces)
+    is_attached = run.traces[0].is_attached
     slowest = max(run.traces, key=lambda trace: trace.exposed)
-    exposed = slowest.exposed
-    hidden = mean(trace.hidden for trace in run.traces)
     fullest = max(run.traces, key=lambda trace: trace.memory.total)
+    share = slowest.exposed / (slowest.step_time or 1)
+    buckets = plural(len(run.bucket_numbers), "bucket")
     return cards(
         [
-            ("time of a step", in_seconds(step * _US), "under the profiler, median"),
+            (
+                "time of a step",
+                _time(median(trace.step_time for trace in run.traces)),
+                "under the profiler, median",
+            ),
             (
                 "exposed, of a step",
-                in_seconds(exposed * _US),
-                f"{exposed / (slowest.step_time or 1):.0%} of it, on rank {slowest.rank}",
+                _time(slowest.exposed),
+                f"{share:.0%} of it, on rank {slowest.rank}",
             ),
-            ("hidden, of a step", in_seconds(hidden * _US), "at most; mean of the ranks"),
             (
-                "sent per rank and step" if run.is_attached else "sent by the optimizer",
-                in_bytes(max(trace.sent_per_step for trace in run.traces)),
-                plural(len(run.bucket_numbers), "bucket")
-                + ("" if run.is_attached else "; DDP's all-reduce not counted"),
+                "hidden, of a step",
+                _time(mean(trace.hidden for trace in run.traces)),
+                "at most; mean of the ranks",
+            ),
+            (
+                "sent per rank and step" if is_attached else "sent by the optimizer",
+                in_bytes(max(sum(trace.sent().values()) for trace in run.traces)),
+                buckets if is_attached else f"{buckets}; DDP's all-reduce not counted",
             ),
             (
                 "on the fullest rank",
@@ -465,83 +318,132 @@ def _key_figures(run: Run) -> str:
     )
 
 
-def _memory(run: Run) -> str:
-    reports = {trace.rank: trace.memory for trace in run.traces}
-    bars = rank_bars(list(reports), reports.__getitem__)
-    text = "What each rank held after the last traced step. " + (
-        "Of ranks that are put together, the fullest is shown. " * (len(bars) < len(reports))
-    )
-    return section(
-        "Memory of each rank",
-        paragraph(text),
-        legend(present_stages(bars)),
-        stacked_bars(
-            "Memory of each rank, by what it holds.", bars, memory_scale(bars), "memory-detail"
-        ),
-        detail_line("memory-detail", "Choose a part of a bar: click, or use the arrow keys."),
-    )
-
-
-# -------------------------------------------------------------------------- communication
-
-
 def _communication(run: Run) -> str:
     traces = {trace.rank: trace for trace in run.traces}
     bars = []
-    for ranks in in_groups(list(traces), _BARS):
-        most = max((traces[rank] for rank in ranks), key=lambda trace: trace.exposed)
-        bars.append(_cost_bar(ranks_of(ranks), most, run.phases))
-    entries = [(_EXPOSED, "exposed")]
-    entries += [(_HIDDEN[phase], f"hidden: {phase}") for phase in run.phases]
+    for ranks in in_groups(list(traces), BARS):
+        trace = max((traces[rank] for rank in ranks), key=lambda each: each.exposed)
+        parts = []
+        for is_exposed in (True, False):
+            for phase in run.phases:
+                cost = trace.cost(phase)
+                time, what, role = cost.hidden, "hidden", _ROLE[phase]
+                if is_exposed:
+                    time, what, role = cost.exposed, "exposed", _EXPOSED
+                tip = f"{ranks_of(ranks)}: {phase}, {what} {_time(time)} of a step"
+                parts.append((time, role, tip))
+        bars.append(Bar(ranks_of(ranks), parts, _time(trace.exposed)))
     text = (
         "Of a step, in the mean. Exposed: packing, launching, waiting and unpacking, while "
         "training stands still; this is the figure behind the bar. Hidden: under way while "
-        "training went on, at most; however many buckets are, a moment counts once. "
+        "training went on, at most; however many buckets are, a moment counts once."
     )
-    text += "Of ranks that are put together, the most exposed is shown. " * (
-        len(bars) < len(traces)
-    )
-    longest = max(bar.size for bar in bars)
+    if len(bars) < len(traces):
+        text += " A bar of several ranks shows the most exposed of them."
     return section(
         "Exposed and hidden communication",
         paragraph(text),
-        legend(entries),
-        stacked_bars(
-            "Communication of each rank.", bars, ("0", in_seconds(longest)), "communication-detail"
+        legend(
+            [(_EXPOSED, "exposed"), *((_ROLE[phase], f"hidden: {phase}") for phase in run.phases)]
         ),
+        stacked_bars("Communication of each rank.", bars, _time, "communication-detail"),
         detail_line(
             "communication-detail", "Choose a part of a bar: click, or use the arrow keys."
         ),
     )
 
 
-def _cost_bar(name: str, trace: Trace, phases: Sequence[str]) -> Bar:
-    exposed: list[Slice] = []
-    hidden: list[Slice] = []
-    for phase in phases:
-        cost = trace.cost(phase)
-        for slices, what, time, role in (
-            (exposed, "exposed", cost.exposed, _EXPOSED),
-            (hidden, "hidden", cost.hidden, _HIDDEN[phase]),
-        ):
-            tip = f"{name}: {phase}, {what} {in_seconds(time * _US)} of a step"
-            slices.append(Slice(time * _US, role, tip))
-    return Bar(name, (*exposed, *hidden), in_seconds(trace.exposed * _US))
-
-
-# -------------------------------------------------------------------------- tables
-
-
 def _tables(run: Run) -> str:
-    found = [
+    parts = []
+    for title, caption, (head, rows) in (
         ("By bucket, each time", "Buckets", bucket_table(run)),
         ("By rank, each step", "Communication by rank", rank_table(run)),
         ("By rank, memory", "Memory by rank", memory_table(run)),
-    ]
-    parts = []
-    for title, caption, (head, rows) in found:
+    ):
         cut = f": the first {_LISTED:,} of {len(rows):,} rows" if len(rows) > _LISTED else ""
         table = html_table(caption, head, rows[:_LISTED], numbers=range(1, len(head)))
         parts.append(folded(title + cut, table))
     text = "Times of buckets are means over the ranks. Bytes are counted, not estimated."
     return section("In numbers", paragraph(text), *parts, long=True)
+
+
+# ------------------------------------------------------------------ timelines
+
+
+def _timelines(run: Run) -> str:
+    shown = list(run.traces)
+    text = (
+        "Under way, in pale colours: a bucket was launched and nobody waits for it yet, so it "
+        "travels behind computation. Red: training stands still until it has arrived."
+    )
+    if len(shown) > _TIMELINES:
+        text += (
+            f" Of {len(shown):,} ranks those are shown that waited least and most: who waits "
+            "least is waited for."
+        )
+        by_wait = sorted(shown, key=lambda trace: trace.exposed)
+        half = _TIMELINES // 2
+        shown = sorted(by_wait[:half] + by_wait[-half:], key=lambda trace: trace.rank)
+    entries = [(_COMPUTE, "forward and backward"), (_STEP, "optimizer step")]
+    entries += [(_ROLE[phase], _LEGEND[phase]) for phase in run.phases]
+    if run.phases:
+        entries.append((_EXPOSED, "waiting: exposed"))
+    origins = {t.rank: origin for t, origin in zip(run.traces, run.origins(), strict=True)}
+    length = max(trace.end - origins[trace.rank] for trace in shown) or 1 / _US
+    charts = []
+    for trace in shown:
+        charts.append(heading(f"rank {trace.rank}"))
+        charts.append(_timeline(trace, run.phases, origins[trace.rank], length))
+    return section(
+        "Timeline",
+        paragraph(text),
+        legend(entries),
+        *charts,
+        detail_line(
+            "timeline-detail", "Choose a mark: click, or focus a timeline and use the arrow keys."
+        ),
+        long=len(shown) > 3,
+    )
+
+
+def _timeline(trace: Trace, phases: Sequence[str], origin: float, length: float) -> str:
+    """One rank; ``origin`` is the start of the axis in the time of its trace."""
+
+    names = ("compute", "step", *phases, *(("under way", "wait") if phases else ()))
+    marks: dict[str, list[Mark]] = {name: [] for name in names}
+
+    def add(row: str, start: float, stop: float, role: int, text: str, opacity: float = 1) -> None:
+        at, duration = (start - origin) * _US, (stop - start) * _US
+        tip = f"rank {trace.rank} · {text} · {in_seconds(duration)}"
+        if row in marks:
+            marks[row].append(Mark(at, at + duration, tip, role, opacity))
+
+    steps = trace.timeline.steps
+    for step in steps:
+        name = f"step {step.number}"
+        add("compute", step.began, step.start, _COMPUTE, f"{name}, forward and backward")
+        add("step", step.start, step.stop, _STEP, f"{name}, optimizer.step()", _PALE)
+    for span in trace.timeline.spans:
+        name, times = f"{span.phase} {span.bucket}", (span.start, span.stop)
+        if span.phase == "step":
+            add("step", *times, _STEP, f"step of bucket {span.bucket}")
+        elif span.is_wait:
+            add("wait", *times, _EXPOSED, f"waited for {name}")
+        else:
+            add(span.phase, *times, _ROLE[span.phase], f"{name}, launched")
+    for each in trace.timeline.transfers():
+        if each.hidden:
+            times, role = (each.launch.stop, each.wait.start), _ROLE[each.launch.phase]
+            add("under way", *times, role, f"{each.name} under way, hidden", _PALE)
+    rows = [Row(name, found, overlaps=name == "under way") for name, found in marks.items()]
+    shares = [("", (trace.timeline.start - origin) / length)]
+    shares += [(f"step {step.number}", (step.stop - step.began) / length) for step in steps]
+    shares.append(("", 1 - (trace.end - origin) / length))
+    return timeline(
+        f"Timeline of rank {trace.rank}.",
+        rows,
+        length * _US,
+        edges=[(step.stop - origin) * _US for step in steps[:-1]],
+        above=strip([share for share in shares if share[0] or share[1] > 0]),
+        detail="timeline-detail",
+    )

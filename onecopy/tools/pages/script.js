@@ -32,7 +32,7 @@
       if (detail) detail.textContent = mark.dataset.tip;
     }
 
-    function neighbour(key) {
+    function adjacent(key) {
       const at = rows.findIndex((row) => row.includes(chosen));
       if (at < 0) return rows[0][0];
       const row = rows[at];
@@ -51,8 +51,8 @@
       if (event.key === "Escape") { choose(null); tip.hidden = true; return; }
       if (!/^(Arrow(Left|Right|Up|Down)|Home|End)$/.test(event.key) || !rows.length) return;
       event.preventDefault();
-      choose(neighbour(event.key));
-      tip.hidden = true;  // it would cover the neighbours; the line below says the same
+      choose(adjacent(event.key));
+      tip.hidden = true;  // it would cover the marks around it; the line below says the same
     });
     chart.addEventListener("click", (event) => choose(event.target.closest(".mark")));
     chart.addEventListener("blur", () => { tip.hidden = true; });
