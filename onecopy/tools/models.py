@@ -1,4 +1,7 @@
-"""The MODEL and the ``--optimizer`` of a command."""
+"""The MODEL and the ``--optimizer`` of a command.
+
+Presets are names with shapes. Modules are built on the meta device, so that they take no memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +21,6 @@ from torch.optim import Optimizer
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # by name, in order
-
-
-def gpt2() -> Shapes:
-    """GPT-2 with 124 million parameters; the output layer is tied to the token embedding."""
-    return _gpt2(layers=12, d=768)
-
-
-def gpt2_xl() -> Shapes:
-    return _gpt2(layers=48, d=1600)
-
-
-def llama_3_2_1b() -> Shapes:
-    return _llama(layers=16, d=2048, keys=512, hidden=8192, tied=True)
-
-
-def llama_3_8b() -> Shapes:
-    return _llama(layers=32, d=4096, keys=1024, hidden=14336)
-
-
-def llama_3_70b() -> Shapes:
-    return _llama(layers=80, d=8192, keys=1024, hidden=28672)
-
-
-def llama_3_405b() -> Shapes:
-    return _llama(layers=126, d=16384, keys=1024, hidden=53248)
-
-
-def resnet_50() -> Shapes:
-    shapes = _convolution("conv1", "bn1", (64, 3, 7, 7))
-    inputs = 64
-    for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
-        outputs = 4 * width
-        for block in range(blocks):
-            at = f"layer{stage}.{block}."
-            shapes |= _convolution(f"{at}conv1", f"{at}bn1", (width, inputs, 1, 1))
-            shapes |= _convolution(f"{at}conv2", f"{at}bn2", (width, width, 3, 3))
-            shapes |= _convolution(f"{at}conv3", f"{at}bn3", (outputs, width, 1, 1))
-            if block == 0:
-                down = f"{at}downsample."
-                shapes |= _convolution(f"{down}0", f"{down}1", (outputs, inputs, 1, 1))
-            inputs = outputs
-    return {**shapes, "fc.weight": (1000, inputs), "fc.bias": (1000,)}
-
-
-PRESETS: dict[str, Callable[[], Shapes]] = {
-    "gpt2": gpt2,
-    "gpt2-xl": gpt2_xl,
-    "llama-3.2-1b": llama_3_2_1b,
-    "llama-3-8b": llama_3_8b,
-    "llama-3-70b": llama_3_70b,
-    "llama-3-405b": llama_3_405b,
-    "resnet-50": resnet_50,
-}
 
 
 def numels(shapes: Shapes) -> list[int]:
@@ -94,7 +45,7 @@ def _gpt2(layers: int, d: int) -> Shapes:
     return {
         "wte.weight": (50257, d),
         "wpe.weight": (1024, d),
-        **_repeated("h", range(layers), layer),
+        **_repeated("h", layers, layer),
         "ln_f.weight": (d,),
         "ln_f.bias": (d,),
     }
@@ -115,14 +66,31 @@ def _llama(layers: int, d: int, keys: int, hidden: int, tied: bool = False) -> S
     }
     return {
         "model.embed_tokens.weight": (vocabulary, d),
-        **_repeated("model.layers", range(layers), layer),
+        **_repeated("model.layers", layers, layer),
         "model.norm.weight": (d,),
         **({} if tied else {"lm_head.weight": (vocabulary, d)}),
     }
 
 
-def _repeated(prefix: str, numbers: Iterable[int], layer: Shapes) -> dict[str, Shape]:
-    return {f"{prefix}.{n}.{name}": shape for n in numbers for name, shape in layer.items()}
+def _resnet_50() -> Shapes:
+    shapes = _convolution("conv1", "bn1", (64, 3, 7, 7))
+    inputs = 64
+    for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
+        outputs = 4 * width
+        for block in range(blocks):
+            at = f"layer{stage}.{block}."
+            shapes |= _convolution(f"{at}conv1", f"{at}bn1", (width, inputs, 1, 1))
+            shapes |= _convolution(f"{at}conv2", f"{at}bn2", (width, width, 3, 3))
+            shapes |= _convolution(f"{at}conv3", f"{at}bn3", (outputs, width, 1, 1))
+            if block == 0:
+                down = f"{at}downsample."
+                shapes |= _convolution(f"{down}0", f"{down}1", (outputs, inputs, 1, 1))
+            inputs = outputs
+    return {**shapes, "fc.weight": (1000, inputs), "fc.bias": (1000,)}
+
+
+def _repeated(prefix: str, layers: int, layer: Shapes) -> dict[str, Shape]:
+    return {f"{prefix}.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
 
 
 def _convolution(weight: str, norm: str, shape: Shape) -> dict[str, Shape]:
@@ -130,6 +98,17 @@ def _convolution(weight: str, norm: str, shape: Shape) -> dict[str, Shape]:
     width = (shape[0],)
     return {f"{weight}.weight": shape, f"{norm}.weight": width, f"{norm}.bias": width}
 
+
+# GPT-2 and Llama 3.2 1B: the output layer is tied to the token embedding.
+PRESETS: dict[str, Callable[[], Shapes]] = {
+    "gpt2": partial(_gpt2, layers=12, d=768),
+    "gpt2-xl": partial(_gpt2, layers=48, d=1600),
+    "llama-3.2-1b": partial(_llama, layers=16, d=2048, keys=512, hidden=8192, tied=True),
+    "llama-3-8b": partial(_llama, layers=32, d=4096, keys=1024, hidden=14336),
+    "llama-3-70b": partial(_llama, layers=80, d=8192, keys=1024, hidden=28672),
+    "llama-3-405b": partial(_llama, layers=126, d=16384, keys=1024, hidden=53248),
+    "resnet-50": _resnet_50,
+}
 
 # Names of matrices that Muon and its like are not meant for: inputs and outputs of the network.
 _ENDS_OF_A_NETWORK = re.compile(r"embed|wte|wpe|(^|[._])(lm_)?head([._]|$)", re.IGNORECASE)
@@ -180,17 +159,13 @@ def _from_factory(text: str) -> Any:
     if not callable(factory):
         return factory
     try:
-        return _on_meta(factory)
-    except Exception as error:
-        raise Failure(f"{text}() raised {_in_one_line(error)}") from error
-
-
-def _on_meta(factory: Callable[[], Any]) -> Any:
-    try:
         with torch.device("meta"):
             return factory()
     except Exception:  # it computes with values while it is built: then it needs memory
-        return factory()
+        try:
+            return factory()
+        except Exception as error:
+            raise Failure(f"{text}() raised {_in_one_line(error)}") from error
 
 
 def _from_config(path: Path) -> Any:
@@ -259,12 +234,9 @@ def _named_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(model, torch.nn.Module):
         return list(model.named_parameters())
     if isinstance(model, Mapping):
-        return [(name, _stand_in(shape)) for name, shape in model.items()]
+        with torch.device("meta"):
+            return [(n, torch.nn.Parameter(torch.empty(tuple(s)))) for n, s in model.items()]
     raise Failure("two classes are shared out by name: the factory must return a module or shapes")
-
-
-def _stand_in(shape: Any) -> torch.Tensor:
-    return torch.nn.Parameter(torch.empty(tuple(shape), device="meta"))
 
 
 def _is_inner_matrix(name: str, param: torch.Tensor) -> bool:
