@@ -68,7 +68,7 @@ def state_outside_the_plan(
     frozen = [registry.entries[index] for index in registry.unplanned(plan)]
     for number, (group, policy) in enumerate(zip(groups, registry.policies, strict=True)):
         params = [entry.param for entry in frozen if entry.group == number]
-        made = local.state_made_at_once(policy.optimizer_class, group, params)
+        made = local.constructor_state(policy.optimizer_class, group, params)
         found.update({param: copy.deepcopy(state) for param, state in made.items()})
     for inner in local.inners:
         for key, value in inner.optimizer.state.items():
@@ -83,7 +83,7 @@ def has_no_state(
     """Whether an optimizer that has not stepped has no state, on any rank: its classes make none
     in their constructors."""
     return not len(local.state) and not any(
-        local.state_made_at_once(policy.optimizer_class, group, group["params"][:1])
+        local.constructor_state(policy.optimizer_class, group, group["params"][:1])
         for group, policy in zip(groups, registry.policies, strict=True)
     )
 

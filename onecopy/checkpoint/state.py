@@ -143,7 +143,7 @@ class StateView:
         for index in self.registry.unplanned(self.plan):
             number, param = self.registry.entries[index].group, self.registry.params[index]
             cls = self.registry.policies[number].optimizer_class
-            made = self.local.state_made_at_once(cls, self.groups[number], [param])
+            made = self.local.constructor_state(cls, self.groups[number], [param])
             if param in made:
                 found[index] = made[param]
         return found
@@ -286,7 +286,7 @@ class StateView:
         for index in self.registry.unplanned(self.plan):
             number, param = self.registry.entries[index].group, self.registry.params[index]
             cls = self.registry.policies[number].optimizer_class
-            made = self.local.state_made_at_once(cls, self.groups[number], [param])
+            made = self.local.constructor_state(cls, self.groups[number], [param])
             if param in made:
                 found[index] = made[param]
         return found

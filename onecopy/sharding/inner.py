@@ -1,4 +1,8 @@
-"""The user's optimizer class, unmodified, on the shards that this rank owns."""
+"""The user's optimizer class, unmodified, on the shards that this rank owns.
+
+`InnerOptimizers` holds one optimizer per class and shows them as one, with the user's groups in
+their order. `Update` is one step of all of them. Read `InnerOptimizers.build`, then `Update`.
+"""
 
 from __future__ import annotations
 
@@ -29,59 +33,49 @@ class Inner:
 
     @property
     def steps_by_bucket(self) -> bool:
-        """Whether it may be stepped on a part of its parameters at a time: a class that keeps all
-        its state by parameter, as torch's do. Others may count their steps."""
+        """Whether it may step on a part of its parameters at a time: a class of torch, which keeps
+        all its state by parameter. Other classes may count their steps."""
         optimizer = self.optimizer
         return is_torch_class(class_name(type(optimizer))) and not any(step_hooks(optimizer))
 
-    @contextlib.contextmanager
-    def narrowed(self, params: Mapping[int, list[torch.Tensor]]) -> Iterator[None]:
-        """While the block runs, there are these groups only, with these parameters."""
+    def step_on(self, params: Mapping[int, list[torch.Tensor]]) -> None:
+        """Step on these parameters alone, which are given by the positions of their groups."""
         groups = self.optimizer.param_groups
-        before = [(groups[number], groups[number]["params"]) for number in params]
+        before = [(groups[position], groups[position]["params"]) for position in params]
         for (group, _), some in zip(before, params.values(), strict=True):
             group["params"] = some
         self.optimizer.param_groups = [group for group, _ in before]
         try:
-            yield
+            step_without_hooks(self.optimizer)()
         finally:
             self.optimizer.param_groups = groups
             for group, everything in before:
                 group["params"] = everything
 
+    def snapshot(self) -> Callable[[], None]:
+        """A function that undoes whatever happens to groups and state after this."""
+        optimizer, numbers = self.optimizer, list(self.groups)
+        state, state_entries = optimizer.state, dict(optimizer.state)
+        param_groups = [(group, dict(group)) for group in optimizer.param_groups]
 
-@dataclass(slots=True)
-class _Snapshot:
-    """What an inner optimizer was, to go back to."""
+        def undo() -> None:
+            state.clear()
+            state.update(state_entries)
+            for group, before in param_groups:
+                group.clear()
+                group.update(before)
+            self.groups = numbers
+            optimizer.state = state
+            optimizer.param_groups = [group for group, _ in param_groups]
 
-    inner: Inner
-    groups: list[int]
-    state: MutableMapping[Any, Any]
-    state_entries: dict[Any, Any]
-    param_groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each with a copy of it
-
-    @classmethod
-    def of(cls, inner: Inner) -> _Snapshot:
-        state = inner.optimizer.state
-        param_groups = [(group, dict(group)) for group in inner.optimizer.param_groups]
-        return cls(inner, list(inner.groups), state, dict(state), param_groups)
-
-    def restore(self) -> None:
-        self.state.clear()
-        self.state.update(self.state_entries)
-        for group, before in self.param_groups:
-            group.clear()
-            group.update(before)
-        self.inner.groups = self.groups
-        self.inner.optimizer.state = self.state  # type: ignore[assignment]
-        self.inner.optimizer.param_groups = [group for group, _ in self.param_groups]
+        return undo
 
 
 class OwnedState(MutableMapping[torch.Tensor, Any]):
     """The state of what this rank owns, keyed by the tensors of the inner optimizers.
 
-    True even when empty. Why: torch's checkpoint helpers take a false ``state`` for one that has
-    yet to be made, and make it by stepping the live optimizer.
+    True even when empty. Why: torch's checkpoint helpers take a false ``state`` for one that does
+    not exist yet, and make it by stepping the live optimizer.
     """
 
     def __init__(self, inners: Callable[[], Sequence[Inner]]) -> None:
@@ -118,10 +112,10 @@ class OwnedState(MutableMapping[torch.Tensor, Any]):
 
 
 class RunClosure:
-    """A closure that has been run: gives its loss to the inner optimizers, once to each.
+    """A closure that has been run. It gives its loss to each inner optimizer once.
 
-    Why not the closure itself: it would run once per class and per rank as its optimizer pleases,
-    and every run is a backward in which all ranks must take part.
+    Why not the closure itself: each class on each rank would run it, as often as it likes, and all
+    ranks must take part in every backward.
     """
 
     def __init__(self, closure: Callable[[], Any]) -> None:
@@ -145,7 +139,7 @@ class RunClosure:
         return loss
 
 
-# The gradients of this rank's pieces in a bucket; None: those of the parameters themselves.
+# The gradients of this rank's shards in a bucket; None: those of the parameters themselves.
 GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
 
 
@@ -153,7 +147,8 @@ def of_the_parameters(_: int) -> None:
     """The ``GradientsOf`` of drop-in mode."""
 
 
-Portion = tuple[Inner, dict[int, list[torch.Tensor]]]  # what it has in a bucket, by its groups
+# What an inner optimizer has in a bucket, by the positions of its groups.
+Portion = tuple[Inner, dict[int, list[torch.Tensor]]]
 
 
 class InnerOptimizers:
@@ -166,10 +161,9 @@ class InnerOptimizers:
         master_dtype: torch.dtype | None = None,
     ) -> None:
         self.master_dtype = master_dtype
-        self._held = OwnedShards()
-        self.masters = MasterCopies(self._held)
-        # What is in which bucket, until pieces or groups change.
-        self._known_portions: dict[int, list[Portion]] | None = None
+        self._owned = OwnedShards()
+        self.masters = MasterCopies(self._owned)
+        self.portions: dict[int, list[Portion]] = {}  # by bucket
         self._inners: dict[type[Optimizer], Inner] = {}
         self._default_class = default_class
         self._defaults = dict(defaults)
@@ -179,24 +173,28 @@ class InnerOptimizers:
 
     @property
     def shards(self) -> list[OwnedShard]:
-        """This rank's pieces, in the order of the plan."""
-        return self._held.shards
+        """The shards of this rank, in the order of the plan."""
+        return self._owned.shards
 
     def shards_in(self, bucket: int) -> list[OwnedShard]:
-        """Those in a bucket."""
-        return self._held.in_bucket.get(bucket, [])
+        """The shards of this rank in a bucket."""
+        return self._owned.in_bucket.get(bucket, [])
 
-    def own(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
-        """Take over this rank's pieces of the parameters that the plan gained."""
+    def of(self, param: torch.Tensor) -> list[OwnedShard]:
+        """The shards of this rank of a parameter."""
+        return self._owned.of.get(param, [])
+
+    def add_shards(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
+        """Own this rank's shards of the parameters that the plan gained."""
         known = {owned.shard.param for owned in self.shards}
         for shard in plan.shards(rank):
             if shard.param not in known:
                 cut = shard.param in plan.cut_params
-                self._held.add(OwnedShard.of(shard, params[shard.param], cut, self.master_dtype))
+                self._owned.add(OwnedShard.of(shard, params[shard.param], cut, self.master_dtype))
 
-    def disown(self) -> None:
-        """Let go of all pieces and of their state, to own those of another plan."""
-        self._held = OwnedShards()
+    def remove_shards(self) -> None:
+        """Remove all shards and their state, to own those of another plan."""
+        self._owned = OwnedShards()
         for inner in self._inners.values():
             for key in [key for key in inner.optimizer.state if isinstance(key, torch.Tensor)]:
                 del inner.optimizer.state[key]
@@ -231,7 +229,7 @@ class InnerOptimizers:
             self._complete_state(inner.optimizer, inner_group, inner_group["params"])
 
     def refill_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """List newly owned pieces in the groups of their parameters."""
+        """List newly owned shards in the groups of their parameters."""
         for inner in self._inners.values():
             for number, inner_group in zip(inner.groups, inner.optimizer.param_groups, strict=True):
                 known = set(inner_group["params"])
@@ -251,11 +249,11 @@ class InnerOptimizers:
     def _complete_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], new: Sequence[torch.Tensor]
     ) -> None:
-        """Give late-comers the state that some classes make only in the constructor."""
-        for tensor, state in self.state_made_at_once(type(optimizer), group, new).items():
+        """Give parameters added later the state that some classes make only in the constructor."""
+        for tensor, state in self.constructor_state(type(optimizer), group, new).items():
             optimizer.state.setdefault(tensor, state)
 
-    def state_made_at_once(
+    def constructor_state(
         self, cls: type[Optimizer], group: Mapping[str, Any], params: Sequence[torch.Tensor]
     ) -> dict[torch.Tensor, Any]:
         """The state that ``cls`` makes in its constructor, as Adagrad does; mostly nothing."""
@@ -266,7 +264,7 @@ class InnerOptimizers:
         try:
             if not self.construct(cls, [{"params": [toy], **options}]).state:
                 return {}
-        except Exception:  # a class that takes no such toy is not one that makes state at once
+        except Exception:  # a class that refuses such a parameter makes no state in its constructor
             return {}
         like = {p: self._in_master_dtype(p) for p in params}
         made = self.construct(cls, [{"params": list(like.values()), **options}]).state
@@ -283,32 +281,36 @@ class InnerOptimizers:
         return {"params": tensors, **options_of(group)}
 
     def snapshot(self) -> Callable[[], None]:
-        """A function that undoes whatever happens to pieces, groups and state after this.
+        """A function that undoes whatever happens to shards, groups and state after this.
 
-        Containers are remembered, not copied tensors: only a step changes those.
+        Containers are remembered, not copies of tensors: only a step changes those.
         """
-        shards = list(self.shards)
-        inners = dict(self._inners)
-        before = [_Snapshot.of(inner) for inner in inners.values()]
+        shards, inners = list(self.shards), dict(self._inners)
+        undo_inners = [inner.snapshot() for inner in inners.values()]
 
         def undo() -> None:
-            self._held, self._inners = OwnedShards(shards), inners
-            for inner in before:
-                inner.restore()
+            self._owned, self._inners = OwnedShards(shards), inners
+            for undo_inner in undo_inners:
+                undo_inner()
             self.rebind()
 
         return undo
 
-    def of(self, param: torch.Tensor) -> list[OwnedShard]:
-        """This rank's pieces of a parameter."""
-        return self._held.of.get(param, [])
-
     def rebind(self) -> None:
-        """Pieces, groups, or the memory of the parameters are others."""
+        """Follow changes of shards, of groups, or of the memory of the parameters."""
         for owned in self.shards:
             owned.rebind()
-        self.masters = MasterCopies(self._held)
-        self._known_portions = None
+        self.masters = MasterCopies(self._owned)
+        self.portions = {}
+        bucket_of = {owned.tensor: owned.shard.bucket for owned in self.shards}
+        for inner in self._inners.values():
+            of_inner: dict[int, dict[int, list[torch.Tensor]]] = {}
+            for position, group in enumerate(inner.optimizer.param_groups):
+                for tensor in group["params"]:
+                    groups = of_inner.setdefault(bucket_of[tensor], {})
+                    groups.setdefault(position, []).append(tensor)
+            for bucket, params in of_inner.items():
+                self.portions.setdefault(bucket, []).append((inner, params))
 
     # ------------------------------------------------------------------ as one optimizer
 
@@ -333,24 +335,24 @@ class InnerOptimizers:
         return dict(self._defaults) if inner is None else inner.optimizer.defaults
 
     def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
-        """Forget all state; take over this, which is keyed by our tensors."""
-        homes = {
+        """Replace all state by this one, which is keyed by the tensors of our shards."""
+        holders = {
             tensor: inner.optimizer.state
             for inner in self._inners.values()
             for group in inner.optimizer.param_groups
             for tensor in group["params"]
         }
         entries = dict(state)  # it may be a view of what is about to be forgotten
-        unknown = [key for key in entries if key not in homes]
+        unknown = [key for key in entries if key not in holders]
         if unknown:
             raise KeyError(
-                "the new state has keys that are not tensors of this rank's pieces, which are in "
+                "the new state has keys that are not tensors of this rank's shards, which are in "
                 'optimizer.optim.param_groups[i]["params"]'
             )
         for inner in self._inners.values():
             inner.optimizer.state.clear()
         for tensor, value in entries.items():
-            homes[tensor][tensor] = value
+            holders[tensor][tensor] = value
 
     def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The user's options, as a scheduler may have changed them, to the inner optimizers."""
@@ -364,43 +366,24 @@ class InnerOptimizers:
 
     # ------------------------------------------------------------------ step
 
-    def portions(self) -> dict[int, list[Portion]]:
-        """Which inner optimizers have something in which bucket, and what, by their groups."""
-        if self._known_portions is None:
-            self._known_portions = self._find_portions()
-        return self._known_portions
-
-    def _find_portions(self) -> dict[int, list[Portion]]:
-        bucket_of = {owned.tensor: owned.shard.bucket for owned in self.shards}
-        found: dict[int, list[Portion]] = {}
-        for inner in self._inners.values():
-            of_inner: dict[int, dict[int, list[torch.Tensor]]] = {}
-            for number, group in enumerate(inner.optimizer.param_groups):
-                for tensor in group["params"]:
-                    groups = of_inner.setdefault(bucket_of[tensor], {})
-                    groups.setdefault(number, []).append(tensor)
-            for bucket, params in of_inner.items():
-                found.setdefault(bucket, []).append((inner, params))
-        return found
-
     @contextlib.contextmanager
     def bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
-        """The pieces in these buckets have gradients; the user's own come back afterwards."""
+        """In the block the shards of these buckets have gradients; then the user's come back."""
         bound: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        held = self._held
+        owned_shards = self._owned
         try:
             for bucket in buckets:
                 given = gradients(bucket)
                 if given is None:
-                    for owned in held.lent.get(bucket, ()):
+                    for owned in owned_shards.needing_gradients.get(bucket, ()):
                         tensor = owned.tensor
                         bound.append((tensor, tensor.grad))
-                        tensor.grad = owned.part_of(owned.param.grad)
+                        tensor.grad = owned.gradient_from(owned.param.grad)
                 else:
-                    for owned, grad in zip(held.in_bucket.get(bucket, ()), given, strict=True):
+                    for owned, grad in zip(self.shards_in(bucket), given, strict=True):
                         tensor = owned.tensor
                         bound.append((tensor, tensor.grad))
-                        tensor.grad = owned.fitting(grad) if held.masters else grad
+                        tensor.grad = owned.in_own_dtype(grad) if owned_shards.masters else grad
             yield
         finally:
             for tensor, grad in bound:
@@ -408,20 +391,21 @@ class InnerOptimizers:
 
     @contextlib.contextmanager
     def kept_in_place(self) -> Iterator[None]:
-        """A class may give its parameters other memory (``p.data = ...``): the values come back."""
-        homes = [(owned.tensor, owned.tensor.data) for owned in self.shards]
+        """Why: a class may give its parameters other memory (``p.data = ...``). Its values are
+        copied back."""
+        memories = [(owned.tensor, owned.tensor.data) for owned in self.shards]
         try:
             yield
         finally:
-            for tensor, home in homes:
-                if tensor.data_ptr() != home.data_ptr():
-                    home.copy_(tensor.data)
-                    tensor.data = home
+            for tensor, memory in memories:
+                if tensor.data_ptr() != memory.data_ptr():
+                    memory.copy_(tensor.data)
+                    tensor.data = memory
 
     def by_bucket(
         self, gradients: Sequence[torch.Tensor | None]
     ) -> dict[int, list[torch.Tensor | None]]:
-        """Gradients of all pieces, in the order of the plan, by their buckets."""
+        """Gradients of all shards, in the order of the plan, by their buckets."""
         found: dict[int, list[torch.Tensor | None]] = collections.defaultdict(list)
         for owned, grad in zip(self.shards, gradients, strict=True):
             found[owned.shard.bucket].append(grad)
@@ -430,9 +414,9 @@ class InnerOptimizers:
     # ------------------------------------------------------------------ master copies
 
     def state_to_save(self, owned: OwnedShard) -> Mapping[str, Any] | None:
-        """The state of a piece as it is saved, with its master copy.
+        """The state of a shard as it is saved, with its master copy.
 
-        Not with that alone if it says nothing: a class would take it for state that is complete.
+        Why not always with it: a class would take a lone master copy for state that is complete.
         """
         state: Mapping[str, Any] | None = self.state.get(owned.tensor)
         if owned.has_master and (state or owned.is_ahead):
@@ -442,14 +426,14 @@ class InnerOptimizers:
     # ------------------------------------------------------------------ copying
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InnerOptimizers:
-        """Pieces of the copied parameters."""
+        """With shards of the copied parameters."""
         defaults = copy.deepcopy(self._defaults, memo)
         new = type(self)(self._default_class, defaults, self.master_dtype)
         memo[id(self)] = new
         for owned in self.shards:
             copied = owned.copied_to(copy.deepcopy(owned.param, memo))
             memo[id(owned.tensor)] = copied.tensor
-            new._held.add(copied)
+            new._owned.add(copied)
         new._inners = {
             cls: Inner(copy.deepcopy(inner.optimizer, memo), list(inner.groups))
             for cls, inner in self._inners.items()
@@ -460,50 +444,49 @@ class InnerOptimizers:
 class Update:
     """One step of all inner optimizers.
 
-    A class that keeps its state by parameter is stepped bucket by bucket, so that the bucket is
-    sent while the next one is computed. Any other class is stepped on all parameters at once.
+    A class that keeps its state by parameter steps bucket by bucket: a bucket is gathered while the
+    next one is computed. Any other class steps on all parameters at once.
     """
 
     def __init__(
         self,
-        local: InnerOptimizers,
+        inner: InnerOptimizers,
         closure: Any,
         kwargs: Mapping[str, Any],
         gradients: GradientsOf,
         changing: Callable[[], None],
     ) -> None:
         """``changing`` is called right before a class changes parameters or state."""
-        self._local = local
+        self._inner = inner
         self._closure = closure
         self._kwargs = kwargs
         self._gradients = gradients
         self._changing = changing
         self.result = closure.loss if isinstance(closure, RunClosure) else None
         is_plain = not kwargs and (closure is None or isinstance(closure, RunClosure))
-        self._by_bucket = [i for i in local.inners if is_plain and i.steps_by_bucket]
-        self.steps_at_once = len(self._by_bucket) < len(local.inners)
+        self._by_bucket = [i for i in inner.inners if is_plain and i.steps_by_bucket]
+        self.steps_at_once = len(self._by_bucket) < len(inner.inners)
 
     def update_at_once(self, order: Sequence[int]) -> None:
         """Step the classes that do not step by bucket. The result is that of the first class."""
         closure = self._closure
-        for number, inner in enumerate(self._local.inners):
+        for number, inner in enumerate(self._inner.inners):
             if inner in self._by_bucket:
                 continue
             given = dict(self._kwargs)
             if closure is not None:
                 given["closure"] = closure.once() if isinstance(closure, RunClosure) else closure
-            with self._local.bound(order, self._gradients), self._local.kept_in_place():
+            with self._inner.bound(order, self._gradients), self._inner.kept_in_place():
                 self._changing()
                 result = step_without_hooks(inner.optimizer)(**given)
             self.result = result if number == 0 else self.result
 
     def update_bucket(self, bucket: int) -> None:
         """Step the other classes on what they have in this bucket."""
-        portions = self._local.portions().get(bucket, ())
+        portions = self._inner.portions.get(bucket, ())
         portions = [portion for portion in portions if portion[0] in self._by_bucket]
         if portions:
-            with self._local.bound([bucket], self._gradients), named(Phase.STEP, bucket):
+            with self._inner.bound([bucket], self._gradients), named(Phase.STEP, bucket):
                 self._changing()
                 for inner, params in portions:
-                    with inner.narrowed(params):
-                        step_without_hooks(inner.optimizer)()
+                    inner.step_on(params)

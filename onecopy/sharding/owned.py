@@ -1,10 +1,10 @@
 """What this rank owns of each parameter, as the inner optimizers know it.
 
-A piece is known by a tensor: the user's own parameter where the piece is all of it, a 1-D view of
+A shard is known by a tensor: the user's own parameter where the shard is all of it, a 1-D view of
 it where it is a part, or a *master copy* of either in a wider dtype (``master_dtype``).
 
-The parameters are the truth, and master copies add digits to them: what somebody else writes into a
-parameter (``module.load_state_dict``, ``clamp_``) counts, and its master follows.
+Invariant: the parameters are the truth, and master copies add digits to them. If somebody else
+writes into a parameter (``module.load_state_dict``, ``clamp_``), its master copy follows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from onecopy.torch_private import version_of
 
 @dataclass(slots=True, eq=False)
 class OwnedShard:
-    """A piece of this rank, and the tensor by which the inner optimizer knows it."""
+    """A shard of this rank, and the tensor by which the inner optimizer knows it."""
 
     shard: Shard
     param: torch.Tensor  # the user's
     tensor: torch.Tensor  # `param` itself, a 1-D view of it, or a master copy
     is_cut: bool  # the tensor is 1-D; else it has the parameter's shape
-    # Of a master copy: the version of the parameter that it last followed ...
+    # Of a master copy: the version of the parameter that it last followed, and whether it was
+    # loaded after the last step; the parameter itself may be loaded next.
     followed: int | None = None
-    # ... and whether it was loaded since a step, maybe before the parameter itself is loaded.
     is_loaded: bool = False
 
     @classmethod
@@ -61,61 +61,61 @@ class OwnedShard:
         return self.tensor is self.param
 
     def values(self) -> torch.Tensor:
-        """The piece itself, in the memory of the parameter and unseen by autograd."""
+        """The elements in the memory of the parameter, not tracked by autograd."""
         memory = self.param.data
         return flat_range(memory, self.shard.start, self.shard.stop) if self.is_cut else memory
 
     def rebind(self) -> None:
-        """Follow the parameter to the memory it has now."""
+        """Follow the parameter to the memory that it has now."""
         if self.has_master:
             self.tensor.data = self.tensor.data.to(self.param.device)
         elif self.is_cut:
             self.tensor.data = flat_range(self.param.detach(), self.shard.start, self.shard.stop)
 
-    def part_of(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The tensor's gradient, from that of the whole parameter; without a copy if it can be."""
-        if grad is None or not self.is_cut:
-            return self.fitting(grad)
-        laid_out = in_layout_of(self.param, grad)
-        return self.fitting(flat_range(laid_out, self.shard.start, self.shard.stop))
+    def gradient_from(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The tensor's gradient, from that of the whole parameter; a view of it if possible."""
+        if grad is not None and self.is_cut:
+            laid_out = in_layout_of(self.param, grad)
+            grad = flat_range(laid_out, self.shard.start, self.shard.stop)
+        return self.in_own_dtype(grad)
 
-    def fitting(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """A gradient of the piece in the dtype that the tensor takes."""
+    def in_own_dtype(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient of the shard in the dtype that the tensor takes."""
         return grad.to(self.tensor.dtype) if grad is not None and self.has_master else grad
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it has a master copy that says more than the parameter."""
+        """Whether it has a master copy with digits that the parameter lacks."""
         return self.has_master and not torch.equal(
             self.tensor.detach(), self.values().to(self.tensor.dtype)
         )
 
     @property
     def is_behind(self) -> bool:
-        """Whether somebody may have written into the parameter since its master followed it."""
+        """Whether the parameter may have been written to since its master copy followed it."""
         return self.followed != version_of(self.param)
 
     @torch.no_grad()
     def follow_param(self) -> None:
-        """Take over what was written into the parameter; elsewhere the master keeps its digits."""
+        """Copy what was written into the parameter; elsewhere the master copy keeps its digits."""
         values = self.values()
         changed = self.tensor.to(values.dtype) != values
-        # Whether there are any is not asked: the answer would have to come from the device.
+        # Why no `if changed.any()`: it would synchronise with the device.
         self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
-        self.agrees()
+        self.mark_followed()
 
-    def agrees(self) -> None:
-        """The parameter is what the master says."""
+    def mark_followed(self) -> None:
+        """The parameter holds the values of the master copy."""
         self.followed, self.is_loaded = version_of(self.param), False
 
     @torch.no_grad()
     def load_master(self, saved: torch.Tensor | None) -> None:
-        """Take a copy that was loaded; None: make it anew from the parameter."""
+        """Copy a master copy that was loaded; None: the values of the parameter."""
         self.tensor.copy_(self.values() if saved is None else saved)
         self.followed, self.is_loaded = version_of(self.param), True
 
     def copied_to(self, param: torch.Tensor) -> OwnedShard:
-        """The same of a copy of the parameter: a copied view would alias nothing."""
+        """The same for a copy of the parameter. Why: a copied view would not alias the copy."""
         master_dtype = self.tensor.dtype if self.has_master else None
         new = OwnedShard.of(self.shard, param, self.is_cut, master_dtype)
         if self.has_master:
@@ -126,15 +126,15 @@ class OwnedShard:
 
 
 class OwnedShards:
-    """This rank's pieces: in the order of the plan, by parameter and by bucket."""
+    """The shards of this rank: in the order of the plan, by parameter and by bucket."""
 
     def __init__(self, shards: Iterable[OwnedShard] = ()) -> None:
         self.shards: list[OwnedShard] = []
         self.of: dict[torch.Tensor, list[OwnedShard]] = {}
         self.in_bucket: dict[int, list[OwnedShard]] = {}
-        # Those that are not the user's parameters, and need to be given gradients; without
-        # masters no more than a few per bucket.
-        self.lent: dict[int, list[OwnedShard]] = {}
+        # By bucket: those that are not the user's own parameters. Without master copies there are
+        # only a few in a bucket.
+        self.needing_gradients: dict[int, list[OwnedShard]] = {}
         self.masters: list[OwnedShard] = []
         for owned in shards:
             self.add(owned)
@@ -145,45 +145,48 @@ class OwnedShards:
         self.of.setdefault(owned.param, []).append(owned)
         self.in_bucket.setdefault(bucket, []).append(owned)
         if not owned.is_param:
-            self.lent.setdefault(bucket, []).append(owned)
+            self.needing_gradients.setdefault(bucket, []).append(owned)
         if owned.has_master:
             self.masters.append(owned)
 
 
 class MasterCopies:
-    """The master copies of a rank."""
+    """The master copies of this rank."""
 
-    def __init__(self, holdings: OwnedShards) -> None:
-        self._shards = holdings.masters
+    def __init__(self, owned_shards: OwnedShards) -> None:
+        self._shards = owned_shards.masters
         self._copies: dict[int, CopyList] = {}
         for owned in self._shards:
             copies = self._copies.setdefault(owned.shard.bucket, CopyList())
             copies.add(owned.values(), owned.tensor.detach())
 
     def write_back(self, bucket: int) -> None:
-        """Round a bucket's masters into the parameters."""
+        """Round the master copies of a bucket into the parameters."""
         if bucket in self._copies:
             self._copies[bucket].run()
 
     def remember(self) -> None:
-        """The parameters are what the masters say."""
+        """The parameters hold the values of the master copies."""
         for owned in self._shards:
-            owned.agrees()
+            owned.mark_followed()
 
     def forget(self) -> None:
-        """The parameters have other memory, with whatever in it."""
+        """The parameters have other memory, with unknown values in it."""
         for owned in self._shards:
             owned.followed = None
 
     def load(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Master copies that were loaded, by our tensors; others are made anew."""
+        """Load master copies, by the tensors of their shards; the others follow the parameters."""
         for owned in self._shards:
             owned.load_master(saved.get(owned.tensor))
 
     def follow_writes(self) -> bool:
-        """Take over what somebody else has written into the parameters, before masters are saved.
-        What was loaded stays, until the parameter is written to: that may be loaded next. Whether
-        there may have been anything."""
+        """Before master copies are saved: follow what was written into the parameters. Return
+        whether there may have been anything.
+
+        A master copy that was loaded stays until its parameter is written to, since the parameter
+        may be loaded next.
+        """
         behind = [owned for owned in self._shards if owned.is_behind]
         for owned in behind:
             owned.follow_param()
@@ -194,11 +197,11 @@ class MasterCopies:
         return any(owned.is_loaded or owned.is_behind for owned in self._shards)
 
     def follow_params(self) -> None:
-        """Before parameters are updated: they are the truth, also for what was loaded."""
+        """Before an update: follow all parameters, also with master copies that were loaded."""
         for owned in self._shards:
             if owned.is_loaded or owned.is_behind:
                 owned.follow_param()
 
     def tell_autograd(self) -> None:
-        """That ``write_back`` has changed the parameters, without passing through autograd."""
+        """Tell autograd that ``write_back`` has changed the parameters."""
         torch.autograd.graph.increment_version([owned.param for owned in self._shards])

@@ -170,7 +170,7 @@ class ShardedParams:
         fitting = self.registry.with_policies(policies) if before.world_size > 1 else self.registry
         if fitting is not self.registry:
             self.registry, self.plan = fitting, Plan(before.world_size, before.bucket_bytes)
-            self.local.disown()
+            self.local.remove_shards()
             self.extend(groups, [*sorted(before.params), *late])
         elif late:
             self.extend(groups, late)
@@ -182,7 +182,7 @@ class ShardedParams:
         for index in self.registry.unplanned(self.plan):
             entry = self.registry.entries[index]
             cls = self.registry.policies[entry.group].optimizer_class
-            made = self.local.state_made_at_once(cls, groups[entry.group], [entry.param])
+            made = self.local.constructor_state(cls, groups[entry.group], [entry.param])
             state, anew = states.get(entry.param), made.get(entry.param)
             if state is not None and anew is not None and _same(state, anew):
                 found.add(entry.param)
@@ -190,7 +190,7 @@ class ShardedParams:
 
     def _own(self, plan: Plan) -> None:
         self.plan = plan
-        self.local.own(plan, self._rank_group.rank, self.registry.params)
+        self.local.add_shards(plan, self._rank_group.rank, self.registry.params)
 
     def settle(self) -> None:
         """Prepare memory and transfers for the plan as it is now."""
