@@ -97,7 +97,7 @@ from onecopy.sharding.inner import (
     Update,
     of_the_parameters,
 )
-from onecopy.sharding.parameter_changes import names_in
+from onecopy.sharding.parameter_names import names_in
 from onecopy.sharding.sharded_params import ShardedParams, StepPhase
 from onecopy.torch_private import (
     AskedByGradScaler,
@@ -122,7 +122,7 @@ def report_on(sharded_params: ShardedParams, attachment: Attachment | None) -> M
         parameters=_nbytes(params),
         gradients=gradients,
         state=_state_bytes(sharded_params),
-        master_copies=_nbytes(o.tensor for o in sharded_params.local.shards if o.has_master),
+        master_copies=_nbytes(o.tensor for o in sharded_params.inner.shards if o.has_master),
         staging=staging,
         ddp_buckets=ddp_buckets,
     )
@@ -130,7 +130,7 @@ def report_on(sharded_params: ShardedParams, attachment: Attachment | None) -> M
 
 def _state_bytes(sharded_params: ShardedParams) -> dict[str, int]:
     found: dict[str, int] = {}
-    for state in sharded_params.local.state.values():
+    for state in sharded_params.inner.state.values():
         entries: Mapping[Any, Any] = state if isinstance(state, Mapping) else {"other": state}
         for key, value in entries.items():
             found[str(key)] = found.get(str(key), 0) + _nbytes(tensors_in(value))
@@ -279,7 +279,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._params.admit(self.param_groups, policies)
             self._inner.build(self.param_groups, [policy.optimizer_class for policy in policies])
             self._inner.options_out(self.param_groups)
-            self._params.look_for_modules()
+            self._params.find_modules()
             return self._description()
 
         same_outcome(self._rank_group, "building the optimizer", prepare)
@@ -288,7 +288,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._rank_group.compares_phases = self._check_steps
         self.defaults = self._inner.defaults
         self._policies.remember_flags(self._params.registry.policies, self.param_groups)
-        self._params.settle()
+        self._params.rebuild()
         traced = Traced(self.wait, self._facts)
         self._tracing = Tracer.of(self._trace_order, self.global_rank, traced)
         self._rank_group.monitor.note("optimizer built")
@@ -572,7 +572,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._inner.add_group(before, group, policy.optimizer_class)
             self._inner.refill_groups(self.param_groups)  # what was unfrozen is planned, too
             self._inner.options_out(self.param_groups)
-            self._params.look_for_modules()
+            self._params.find_modules()
             return self._description()
 
         try:
@@ -587,7 +587,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._full_state.forget(
             "a parameter group was added after the last consolidation", is_state_same=True
         )
-        self._params.settle()
+        self._params.rebuild()
         if self._attachment is not None:
             self._attachment.catch_up()
 
@@ -635,7 +635,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         with self._params.all_or_nothing():
             same_outcome(self._rank_group, what, prepare)
         self._params.is_confirmed, self._loaded = True, []
-        self._params.settle()
+        self._params.rebuild()
 
     # ------------------------------------------------------------------ attached mode
 
@@ -721,7 +721,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         except BaseException:  # on all ranks, if there is too little on one of them
             self.detach()
             with contextlib.suppress(OSError, RuntimeError):  # maybe there is enough without it
-                self._params.settle()
+                self._params.rebuild()
             raise
         logger.info(
             "attached: gradients are sharded during backward and param.grad is None after it; clip "
@@ -963,7 +963,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         """Take over state and options; if that fails, nothing has changed."""
         plan = self._params.plan
         policies = self._policies_with(loadable.groups)
-        made = self._params.made_anew(self.param_groups, loadable.states)
+        made = self._params.frozen_with_constructor_state(self.param_groups, loadable.states)
         with torch.inference_mode(False), self._params.all_or_nothing():
             self._params.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
             adopt_state(self._inner, loadable)
@@ -978,7 +978,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
                 is_state_same=loadable.is_empty,  # if there was none before
             )
             if self._params.plan is not plan:
-                self._params.settle()
+                self._params.rebuild()
             load_masters(self._inner, loadable)
             for group, inner, saved in zip(
                 self.param_groups, self._inner.param_groups, loadable.groups, strict=True

@@ -262,7 +262,7 @@ class FullState:
             if type(to) is not int or not 0 <= to < rank_group.world_size:
                 last = rank_group.world_size - 1
                 raise ValueError(f"to must be a rank of the group, 0 to {last}, got {to!r}")
-            stock = take_stock(sharded_params.local)
+            stock = take_stock(sharded_params.inner)
             return [f"to rank {to}", f"after {steps} steps", f"plan {sharded_params.plan.digest}"]
 
         same_outcome(rank_group, "consolidating the state", prepare)
@@ -274,7 +274,7 @@ class FullState:
             self._state = {
                 **{params[index]: state for index, state in gathered.items()},
                 **state_outside_the_plan(
-                    sharded_params.local, sharded_params.registry, sharded_params.plan, groups
+                    sharded_params.inner, sharded_params.registry, sharded_params.plan, groups
                 ),
             }
         elif self._state is None:
@@ -292,7 +292,7 @@ class FullState:
         if (
             state is None
             and self._is_new
-            and has_no_state(sharded_params.local, sharded_params.registry, groups)
+            and has_no_state(sharded_params.inner, sharded_params.registry, groups)
         ):
             state = {}  # on every rank: trainers ask for it before the first step
         if state is None:

@@ -664,7 +664,7 @@ def load_checkpoint(
             )
             mine = _names(names, saved)
             state_view = StateView(
-                sharded_params.local,
+                sharded_params.inner,
                 sharded_params.registry,
                 sharded_params.plan,
                 groups,
@@ -679,7 +679,7 @@ def load_checkpoint(
             params = zip(mine, sharded_params.registry.params, strict=True)
             with_state = {param for name, param in params if name in saved.states}
             with_state -= _made_anew(sharded_params, state_view, saved, reader)
-            before, live = sharded_params.plan, set(sharded_params.local.state)
+            before, live = sharded_params.plan, set(sharded_params.inner.state)
             sharded_params.make_room_for(groups, with_state, policies_for(options))
             # From here on for the plan and with the options that are to be.
             changed = [{**ours, **theirs} for ours, theirs in zip(groups, options, strict=True)]
@@ -729,7 +729,7 @@ def load_checkpoint(
     loadable = take.loadable(rank_group)
 
     def give() -> list[str]:
-        load_into(sharded_params.local, loadable)
+        load_into(sharded_params.inner, loadable)
         return []
 
     same_outcome(rank_group, f"loading {directory}", give)
@@ -848,7 +848,7 @@ def _made_anew(
             path: read_whole(entry, reader, full) if isinstance(entry, TensorEntry) else None
             for path, (full, entry, _) in saved.states.get(state_view.names[index], {}).items()
         }
-    return sharded_params.made_anew(state_view.groups, states)
+    return sharded_params.frozen_with_constructor_state(state_view.groups, states)
 
 
 def _read_state(

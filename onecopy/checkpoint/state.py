@@ -40,7 +40,7 @@ from onecopy.planning.traits import (
 )
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.owned import OwnedShard
-from onecopy.sharding.parameter_changes import names_in
+from onecopy.sharding.parameter_names import names_in
 from onecopy.torch_private import WRAPPED_MODULES
 
 BY_INDEX = "by_index."

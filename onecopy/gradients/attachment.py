@@ -36,7 +36,7 @@ from onecopy.planning.plan import Plan, Shard
 from onecopy.planning.text import shown
 from onecopy.sharding.all_gather import StagingLender
 from onecopy.sharding.inner import GradientsOf
-from onecopy.sharding.parameter_changes import names_in
+from onecopy.sharding.parameter_names import names_in
 from onecopy.sharding.sharded_params import ShardedParams
 from onecopy.torch_private import foreach_mul_, foreach_unscale_
 
@@ -65,7 +65,7 @@ class Attachment:
         self._announce = weakref.WeakMethod(announce)
         self._reduced = len(sharded_params.plan.buckets)  # those that no backward can have missed
         self.divides_by_all = True  # also by ranks that have joined
-        self.reducer = GradientReducer(rank_group, reduce_dtype, sharded_params.local.master_dtype)
+        self.reducer = GradientReducer(rank_group, reduce_dtype, sharded_params.inner.master_dtype)
         if isinstance(module, DistributedDataParallel):
             self.hooks: GradientHooks = DDPHooks(
                 module, self.reducer, rank_group, self.zero_grad, self._enter, is_in_join
@@ -82,7 +82,7 @@ class Attachment:
 
     def prepare(self) -> None:
         """Take memory. If that fails, ``detach`` undoes what has been done."""
-        self._sharded_params.settle()
+        self._sharded_params.rebuild()
 
     def _begin(self) -> None:
         """A backward of the bare module begins."""
@@ -237,11 +237,11 @@ class Attachment:
     def _held_in(self, index: int) -> torch.dtype:
         """The dtype of a parameter's gradient, as the ranks hold it."""
         param = self._sharded_params.registry.params[index]
-        return gradient_dtype(param, self._sharded_params.local.master_dtype)
+        return gradient_dtype(param, self._sharded_params.inner.master_dtype)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         self._settle()
-        shards = [owned.shard for owned in self._sharded_params.local.shards]
+        shards = [owned.shard for owned in self._sharded_params.inner.shards]
         gradients, present = self.reducer.gradients(), self.reducer.present
         dtypes = {self._held_in(index).to_real() for index in present}
         # A narrow norm, as torch's of narrow gradients, would cost digits for nothing.
@@ -316,7 +316,7 @@ class Attachment:
         whole = torch.empty_like(param, dtype=self._held_in(index))
         whole = whole if is_dense(param) else whole.contiguous()
         gradients = self.reducer.gradients()
-        for owned, grad in zip(self._sharded_params.local.shards, gradients, strict=True):
+        for owned, grad in zip(self._sharded_params.inner.shards, gradients, strict=True):
             if owned.shard.param == index and grad is not None:
                 flat = flat_range(whole, owned.shard.start, owned.shard.stop)
                 flat.copy_(flat_range(grad, 0, grad.numel()))

@@ -1,4 +1,9 @@
-"""The plan, the owned shards and their memory, which change together or not at all."""
+"""The plan, the owned shards and their memory, which change together or not at all.
+
+`ShardedParams.rebuild` is the one place that prepares memory and all-gathers for the plan as it is.
+It is reached from construction, growth, loads, moved parameters and ``attach``. `StepStatus` knows
+whether a step or a load has failed in the middle.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from onecopy.sharding.all_gather import AllGatherQueue, StagingLender
 from onecopy.sharding.buffers import FlatStorage
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
-from onecopy.sharding.same_order import require_same_order
+from onecopy.sharding.parameter_names import require_same_order
 
 
 class StepPhase(enum.Enum):
@@ -30,7 +35,7 @@ class StepPhase(enum.Enum):
 
 
 class StepStatus:
-    """The state, and the reason why an optimizer cannot be used."""
+    """The phase of a step, and the reason why an optimizer cannot be used."""
 
     def __init__(self) -> None:
         self.state = StepPhase.READY
@@ -40,7 +45,7 @@ class StepStatus:
 
     @contextlib.contextmanager
     def stepping(self, step: int, buckets: int) -> Iterator[None]:
-        """Around a step; ``changes`` and ``updated`` are to be called in it."""
+        """Around a step, which calls ``changes`` and ``updated``."""
         self.state, self._step, self._updated, self._buckets = StepPhase.STEPPING, step, 0, buckets
         try:
             yield
@@ -58,7 +63,7 @@ class StepStatus:
         self.state = StepPhase.READY
 
     def changes(self) -> None:
-        """From here on there is no way back."""
+        """Parameters or state are about to change: from here on the step cannot be undone."""
         self.state = StepPhase.CHANGING
 
     def updated(self) -> None:
@@ -68,7 +73,7 @@ class StepStatus:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around the end of a load, from which there is no way back. Then all is well again."""
+        """Around the end of a load, which cannot be undone. After it the optimizer is usable."""
         try:
             yield
         except BaseException as error:
@@ -84,11 +89,11 @@ class StepStatus:
 
     @property
     def refusal(self) -> str | None:
-        """Why the optimizer cannot be used, and what helps."""
+        """Why the optimizer cannot be used, and what to do; None if it can."""
         return self._refusal if self.state is StepPhase.TORN else None
 
     def require_whole(self) -> None:
-        """Raise if something has failed in the middle."""
+        """Raise if a step or a load has failed in the middle."""
         refusal = self.refusal
         if refusal is not None:
             raise RuntimeError(refusal)
@@ -103,7 +108,7 @@ Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
 
 
 class GradientBuffers(Protocol):
-    """Somebody who must know of every change of the plan or of the memory."""
+    """What is rebuilt with every change of the plan or of the memory."""
 
     def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
     @property
@@ -111,20 +116,22 @@ class GradientBuffers(Protocol):
 
 
 class ShardedParams:
+    """The parameters of an optimizer: registry, plan, owned shards, flat storage, all-gathers."""
+
     def __init__(
-        self, rank_group: RankGroup, local: InnerOptimizers, plan: Plan, bucket_view: bool
+        self, rank_group: RankGroup, inner: InnerOptimizers, plan: Plan, bucket_view: bool
     ) -> None:
-        self.local = local
-        self.plan = plan  # of nothing, at first
+        self.inner = inner
+        self.plan = plan  # at first of nothing
         self.registry = ParamRegistry()
         self.is_confirmed = True  # all ranks are known to hold the same plan
         self._rank_group = rank_group
-        self._homes = FlatStorage() if bucket_view else None
+        self._flat = FlatStorage() if bucket_view else None
         self.all_gathers = AllGatherQueue(rank_group)
-        self.gathers_lazily = False  # leave the waiting to who uses the parameters
+        self.gathers_lazily = False  # whoever uses the parameters waits
         self._memory = MemoryWatch()
         self._in_modules = ModuleWatch(())
-        self._left_out: list[torch.Tensor] = []  # not in the plan: frozen
+        self._unplanned: list[torch.Tensor] = []  # frozen parameters
         self.follower: GradientBuffers | None = None  # in attached mode
         self.status = StepStatus()
         self._unsent: list[int] = []  # buckets, of the present step
@@ -133,85 +140,87 @@ class ShardedParams:
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """If the block raises, roster, plan, pieces and state are as before."""
+        """If the block raises, registry, plan, shards and state are as before."""
         registry, plan, confirmed = self.registry, self.plan, self.is_confirmed
         in_modules = self._in_modules
-        undo_local = self.local.snapshot()
+        undo_inner = self.inner.snapshot()
         try:
             yield
         except BaseException:  # an interrupted load, too, leaves everything as it was
             self.registry, self.plan, self.is_confirmed = registry, plan, confirmed
             self._in_modules = in_modules
-            undo_local()
+            undo_inner()
             raise
 
     def admit(self, groups: Groups, policies: Sequence[GroupPolicy]) -> None:
-        """Take in new groups, and own this rank's pieces of what is trainable in them."""
+        """Add groups, and own this rank's shards of the trainable parameters in them."""
         for group, policy in zip(groups, policies, strict=True):
             self.registry = self.registry.with_group(group, policy)
         self._own(self.registry.extend(self.plan, self.registry.to_plan(self.plan)))
 
     def extend(self, groups: Groups, new: Sequence[int]) -> None:
-        """Plan parameters that were left out so far."""
+        """Plan parameters that are not planned yet."""
         self._own(self.registry.extend(self.plan, new))
-        self.local.refill_groups(groups)
+        self.inner.refill_groups(groups)
 
     def make_room_for(
         self, groups: Groups, with_state: Container[torch.Tensor], policies: Sequence[GroupPolicy]
     ) -> None:
-        """Change the plan as state and policies demand that are to replace the present ones.
+        """Change the plan as the state and the policies that are to be loaded require.
 
-        A frozen parameter that has state is planned: it would be lost otherwise. Where a policy
-        forbids the cuts of the plan, another is made. Loading is not collective; whether all ranks
-        were given the same is compared in the next step.
+        A frozen parameter that has state is planned, or its state would be lost. If a policy
+        forbids the cuts of the plan, another plan is made. Loading is not collective: whether all
+        ranks were given the same is compared in the next step.
         """
         before = self.plan
         late = [i for i in self.registry.unplanned(before) if self.registry.params[i] in with_state]
         fitting = self.registry.with_policies(policies) if before.world_size > 1 else self.registry
         if fitting is not self.registry:
             self.registry, self.plan = fitting, Plan(before.world_size, before.bucket_bytes)
-            self.local.remove_shards()
+            self.inner.remove_shards()
             self.extend(groups, [*sorted(before.params), *late])
         elif late:
             self.extend(groups, late)
         self.is_confirmed = False
 
-    def made_anew(self, groups: Groups, states: Mapping[torch.Tensor, Any]) -> set[torch.Tensor]:
-        """Frozen parameters whose state is just what the class makes in its constructor."""
+    def frozen_with_constructor_state(
+        self, groups: Groups, states: Mapping[torch.Tensor, Any]
+    ) -> set[torch.Tensor]:
+        """Frozen parameters whose state is what the class makes in its constructor."""
         found = set()
         for index in self.registry.unplanned(self.plan):
             entry = self.registry.entries[index]
             cls = self.registry.policies[entry.group].optimizer_class
-            made = self.local.constructor_state(cls, groups[entry.group], [entry.param])
-            state, anew = states.get(entry.param), made.get(entry.param)
-            if state is not None and anew is not None and _same(state, anew):
+            made = self.inner.constructor_state(cls, groups[entry.group], [entry.param])
+            state, initial = states.get(entry.param), made.get(entry.param)
+            if state is not None and initial is not None and _same(state, initial):
                 found.add(entry.param)
         return found
 
     def _own(self, plan: Plan) -> None:
         self.plan = plan
-        self.local.add_shards(plan, self._rank_group.rank, self.registry.params)
+        self.inner.add_shards(plan, self._rank_group.rank, self.registry.params)
 
-    def settle(self) -> None:
-        """Prepare memory and transfers for the plan as it is now."""
-        if self._memory.has_moved():  # by others: what is in the new memory may be anything
-            self.local.masters.forget()
-        if self._homes is not None:
-            self._homes.adopt(self.plan, self.registry.params)
-        self.local.rebind()
+    def rebuild(self) -> None:
+        """Prepare memory and all-gathers for the plan as it is now."""
+        if self._memory.has_moved():  # by others, with unknown values in the new memory
+            self.inner.masters.forget()
+        if self._flat is not None:
+            self._flat.adopt(self.plan, self.registry.params)
+        self.inner.rebind()
         self.all_gathers.give_up_staging()
         lender = None
         if self.follower is not None:
             self.follower.follow(self.plan, self.registry.params)
             lender = self.follower.lender
         self.all_gathers.prepare(
-            self.plan, self.registry.params, self._homes, self.gathers_lazily, lender
+            self.plan, self.registry.params, self._flat, self.gathers_lazily, lender
         )
         self._memory.remember(self.registry.planned(self.plan))
-        self._left_out = [self.registry.params[i] for i in self.registry.unplanned(self.plan)]
+        self._unplanned = [self.registry.params[i] for i in self.registry.unplanned(self.plan)]
 
-    def look_for_modules(self) -> None:
-        """Find out which modules use the parameters, to notice when they no longer do."""
+    def find_modules(self) -> None:
+        """Find the modules that use the parameters, to notice when they no longer do."""
         self._in_modules = ModuleWatch(self.registry.entries)
 
     def require_same_order(self, subject: str, first: int = 0) -> None:
@@ -221,18 +230,18 @@ class ShardedParams:
         require_same_order(self._rank_group, subject, self.registry, names, first)
 
     def name_in_module(self, index: int) -> str:
-        """The name of a parameter, with that which its module gives it, if it has no other."""
+        """The name of a parameter, with the one that its module gives it if it has no other."""
         title, name = self.registry.names[index], self._in_modules.names.of[index]
         return f"{title} ({name})" if name and "(" not in title else title
 
     # ------------------------------------------------------------------ every step
 
     def require_same_form(self) -> None:
-        """Raise if a parameter was converted since it was planned and cannot be followed."""
+        """Raise if a parameter was converted after it was planned and cannot be followed."""
         if (
             self._rank_group.world_size > 1
-            or self._homes is not None
-            or self.local.master_dtype is not None
+            or self._flat is not None
+            or self.inner.master_dtype is not None
         ):
             self._memory.require_same_form()
 
@@ -251,18 +260,20 @@ class ShardedParams:
 
     def unfrozen(self) -> list[int]:
         """The parameters that the plan left out and that have become trainable."""
-        left = self._left_out
+        left = self._unplanned
         if not any(map(_requires_grad, left)) and all(map(operator.is_, map(_grad, left), _NONE)):
             return []
         return self.registry.to_plan(self.plan)
 
     def follow_memory(self) -> None:
-        """Parameters that were given new memory keep their pieces, if they look the same."""
+        """Rebuild if parameters have other memory. Raise if their form has changed, too."""
         if self._memory.has_moved():
             self.require_same_form()
-            self.settle()
-        elif not self.all_gathers.is_prepared:  # that has failed, or the optimizer was detached
-            self.settle()
+            self.rebuild()
+        elif (
+            not self.all_gathers.is_prepared
+        ):  # a rebuild has failed, or the optimizer was detached
+            self.rebuild()
 
     def begin_sending(self) -> Sequence[int]:
         """The buckets of a step, in the order in which ``all_gather`` sends them."""
@@ -271,7 +282,7 @@ class ShardedParams:
 
     def all_gather(self, bucket: int) -> None:
         """This rank's part of the bucket is updated: start to exchange it."""
-        self.local.masters.write_back(bucket)
+        self.inner.masters.write_back(bucket)
         self.all_gathers.start(bucket)
         self._unsent.remove(bucket)
 
@@ -279,8 +290,8 @@ class ShardedParams:
         """Wait for the all-gathers, unless they are lazy."""
         self.all_gathers.finish()
         if self._rank_group.world_size == 1:
-            self.local.masters.tell_autograd()
-        self.local.masters.remember()
+            self.inner.masters.tell_autograd()
+        self.inner.masters.remember()
 
     def send_all(self) -> None:
         """Every rank's part of every bucket is updated: exchange them."""
@@ -293,24 +304,24 @@ class ShardedParams:
         for bucket in list(self._unsent):
             self.all_gather(bucket)
 
-    # ------------------------------------------------------------------ telling, copying
+    # ------------------------------------------------------------------ describing, copying
 
     def description(self, groups: Groups) -> list[str]:
-        """What all ranks must hold alike."""
+        """What all ranks must have alike, as lines to compare."""
         return [
             f"bucket_mb={self.plan.bucket_bytes / 2**20:g}, "
-            f"parameters_as_bucket_view={self._homes is not None}, "
-            f"master_dtype={self.local.master_dtype}",
-            *self.registry.description(groups, self.plan, with_storage=self._homes is not None),
+            f"parameters_as_bucket_view={self._flat is not None}, "
+            f"master_dtype={self.inner.master_dtype}",
+            *self.registry.description(groups, self.plan, with_storage=self._flat is not None),
         ]
 
-    def copied(self, local: InnerOptimizers, registry: ParamRegistry) -> ShardedParams:
-        """The same on copies of the parameters."""
-        new = ShardedParams(self._rank_group, local, self.plan, bucket_view=self._homes is not None)
+    def copied(self, inner: InnerOptimizers, registry: ParamRegistry) -> ShardedParams:
+        """The same for copies of the parameters."""
+        new = ShardedParams(self._rank_group, inner, self.plan, bucket_view=self._flat is not None)
         new.registry, new.is_confirmed = registry, self.is_confirmed
         new.status = copy.deepcopy(self.status)
-        new.look_for_modules()
-        new.settle()
+        new.find_modules()
+        new.rebuild()
         return new
 
 

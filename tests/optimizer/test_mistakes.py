@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.sharding.parameter_changes import ModuleNames, ModuleWatch
+from onecopy.sharding.parameter_changes import ModuleWatch
+from onecopy.sharding.parameter_names import ModuleNames
 
 # The rest of the suite ignores the warning of gradients that were not averaged.
 pytestmark = pytest.mark.filterwarnings("error:the gradient of")
