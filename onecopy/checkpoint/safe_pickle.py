@@ -2,14 +2,15 @@
 
 A pickle is a program. Besides code that it may name, a few bytes of it build what takes for ever to
 hash, to compare or to print: a tuple of the same tuple twice, sixty times over, or one a million
-deep. So only those of its instructions are followed that a checkpoint needs; a key is text, a
-number or a few of them; and what is handed to others is weighed first.
+deep. So ``SafeUnpickler`` follows only the instructions that a checkpoint needs; a key is text, a
+number or a few of them; a name stands for a class that keeps what it is given; and ``plain_value``
+makes of the result what it stands for, up to limits on depth and on sharing.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from onecopy.planning.text import shown
@@ -51,58 +52,60 @@ class _Instructions(dict[int, Any]):
 _Unpickler: Any = pickle._Unpickler
 
 
+def _instruction(name: str) -> Any:
+    """What follows an instruction: a check of what it is about to be done to, if it has one."""
+    follow, check = _Unpickler.dispatch[getattr(pickle, name)[0]], _CHECKS.get(name)
+    if check is None:
+        return follow
+
+    def checked(unpickler: SafeUnpickler) -> None:
+        check(unpickler)
+        follow(unpickler)
+
+    return checked
+
+
+def _require_keys(keys: list[Any], classes: tuple[type, ...]) -> None:
+    for key in keys:
+        if not isinstance(key, classes) and not is_key(key):
+            what = type(key).__name__
+            raise Refused(f"a pickle that has a {what} of its own for a key: refused")
+
+
+def _require_call(unpickler: SafeUnpickler) -> None:
+    function, args = unpickler.stack[-2:]
+    if not isinstance(function, type):
+        raise Refused("a pickle that calls what cannot be called: refused")
+    if type(args) is not tuple or len(args) > _MOST_ARGUMENTS:
+        raise Refused("a pickle that makes a call with too much: refused")
+
+
+def _require_record(unpickler: SafeUnpickler) -> None:
+    if not isinstance(unpickler.stack[-2], Record):
+        raise DamagedCheckpoint("a pickle that changes what it is read with: refused")
+
+
+_CHECKS: dict[str, Callable[[SafeUnpickler], None]] = {
+    "SETITEM": lambda unpickler: _require_keys(unpickler.stack[-2:-1], unpickler.keys),
+    "SETITEMS": lambda unpickler: _require_keys(unpickler.stack[::2], unpickler.keys),
+    "REDUCE": _require_call,
+    "NEWOBJ": _require_call,
+    "BUILD": _require_record,
+}
+
+
 class SafeUnpickler(_Unpickler):  # type: ignore[misc]
     """Follows the instructions that ``pickle`` and ``torch.save`` write for plain data. What a name
     stands for is said by the subclass: classes only, which keep what they are given."""
 
-    dispatch = _Instructions(
-        {code: _Unpickler.dispatch[code] for code in (getattr(pickle, n)[0] for n in _NEEDED)}
-    )
+    dispatch = _Instructions({getattr(pickle, name)[0]: _instruction(name) for name in _NEEDED})
     keys: tuple[type, ...] = ()  # classes of keys, beside plain values
 
-    def _load_setitem(self) -> None:
-        self._require_keys(self.stack[-2:-1])
-        _Unpickler.load_setitem(self)
 
-    def _load_setitems(self) -> None:
-        self._require_keys(self.stack[::2])
-        _Unpickler.load_setitems(self)
-
-    def _load_reduce(self) -> None:
-        self._require_call()
-        _Unpickler.load_reduce(self)
-
-    def _load_newobj(self) -> None:
-        self._require_call()
-        _Unpickler.load_newobj(self)
-
-    def _require_keys(self, keys: list[Any]) -> None:
-        for key in keys:
-            if type(key) is not str and not isinstance(key, self.keys) and not _is_key(key):
-                what = type(key).__name__
-                raise Refused(f"a pickle that has a {what} of its own for a key: refused")
-
-    def _require_call(self) -> None:
-        function, args = self.stack[-2:]
-        if not isinstance(function, type):
-            raise Refused("a pickle that calls what cannot be called: refused")
-        if type(args) is not tuple or len(args) > _MOST_ARGUMENTS:
-            raise Refused("a pickle that makes a call with too much: refused")
-
-    dispatch.update(
-        {
-            pickle.SETITEM[0]: _load_setitem,
-            pickle.SETITEMS[0]: _load_setitems,
-            pickle.REDUCE[0]: _load_reduce,
-            pickle.NEWOBJ[0]: _load_newobj,
-        }
-    )
-
-
-def _is_key(key: Any) -> bool:
+def is_key(key: Any) -> bool:
     """Whether a plain value is hashed at once, and as others are not."""
     if type(key) is tuple:
-        return len(key) <= _MOST_ARGUMENTS and all(type(k) is not tuple and _is_key(k) for k in key)
+        return len(key) <= _MOST_ARGUMENTS and all(type(k) is not tuple and is_key(k) for k in key)
     if type(key) is int:
         return -_LARGEST_KEY < key < _LARGEST_KEY
     return key is None or type(key) in (str, float, bool)
@@ -126,79 +129,47 @@ class Inert:
     def __new__(cls, *args: Any) -> Any:
         return args[0] if len(args) == 1 else args
 
-    def __setstate__(self, state: Any) -> None:
-        raise DamagedCheckpoint("a pickle that changes what it is read with: refused")
+
+class Called(tuple[Any, ...]):
+    """Stands in for a function that makes a value: keeps the arguments for ``plain_value``."""
+
+    make: Callable[..., Any]
+
+    def __new__(cls, *args: Any) -> Called:
+        return super().__new__(cls, args)
 
 
-# -------------------------------------------------------------------------- weighing
+def called(make: Callable[..., Any]) -> type[Called]:
+    return type("Called", (Called,), {"make": staticmethod(make)})
 
 
-class _Called(dict[Any, Any]):
-    """Stands in for anything, to be weighed with what it was made from."""
+def plain_value(tree: Any, nbytes: int, leaf: Callable[[Any], Any]) -> Any:
+    """What a pickle of so many bytes stands for. ``leaf`` makes a value of what is not plain.
 
-    def __new__(cls, *args: Any) -> Any:
-        made = super().__new__(cls)
-        made.parts = [args]
-        return made
-
-    def __init__(self, *args: Any) -> None:
-        """Not as a dict does, which would take the items of its argument."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.parts.append(state)
-
-    parts: list[Any]
-
-
-class _Allocating(_Called):
-    """Stands in for what makes memory of any size from a number."""
-
-    def __new__(cls, *args: Any) -> Any:
-        if not all(type(arg) in (str, _Called) for arg in args):  # _Called: bytes, from a text
-            raise Refused("a pickle that asks for memory: refused")
-        return super().__new__(cls, *args)
-
-
-class _Outline(SafeUnpickler):
-    def find_class(self, _: str, name: str) -> Any:
-        return _Allocating if name.endswith(("bytearray", "Tensor", "Storage")) else _Called
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _Called(pid)
-
-
-def require_harmless(pickled: bytes) -> None:
-    """Raise if others, which unpickle this and look at what comes of it, might not come back.
-
-    For ``torch.load(weights_only=True)``: it runs no code, but hashes any key, and prints whatever
-    is wrong. An outline of what it would make is made, of the same form, and weighed.
+    Why limits: whoever hashes, compares or prints the value looks at all of it, as often as it is
+    used, and in as many calls as it is deep.
     """
-    outline = _Outline(io.BytesIO(pickled)).load()
-    weight, _ = _weighed(outline, 0, {})
-    if weight > _LIGHT + _SHARING * len(pickled):
-        raise Refused(f"a pickle of {len(pickled)} bytes that grows when it is looked at: refused")
+    left = _LIGHT + _SHARING * nbytes
 
+    def made(tree: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1 + _length(tree) // 8
+        if left < 0:
+            raise Refused(f"a pickle of {nbytes} bytes that grows when it is looked at: refused")
+        if depth > _DEEPEST:
+            raise Refused(f"a pickle that is nested more than {_DEEPEST} deep: refused")
+        if isinstance(tree, dict):
+            pairs = ((made(k, depth + 1), made(v, depth + 1)) for k, v in tree.items())
+            return type(tree)(pairs)
+        if isinstance(tree, (list, tuple)):
+            parts = [made(part, depth + 1) for part in tree]
+            if isinstance(tree, Called):
+                return tree.make(*parts)
+            return tuple(parts) if isinstance(tree, tuple) else parts
+        plain = tree is None or type(tree) in (bool, int, float, str, bytes)
+        return tree if plain else leaf(tree)
 
-def _weighed(tree: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """About how many bytes it would take if nothing in it were shared, and how deep it is."""
-    if not isinstance(tree, (dict, list, tuple)):
-        return 1 + _length(tree) // 8, 0
-    found = known.get(id(tree))
-    if found is None and depth <= _DEEPEST:
-        weight, height = 1, 0
-        for part in _parts(tree):
-            its_weight, its_height = _weighed(part, depth + 1, known)
-            weight, height = weight + its_weight, max(height, its_height + 1)
-        found = known[id(tree)] = weight, height
-    if found is None or depth + found[1] > _DEEPEST:
-        raise Refused(f"a pickle that is nested more than {_DEEPEST} deep: refused")
-    return found
-
-
-def _parts(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return [*tree, *tree.values(), *getattr(tree, "parts", ())]
-    return tree
+    return made(tree, 0)
 
 
 def _length(value: Any) -> int:
