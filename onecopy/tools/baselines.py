@@ -83,7 +83,7 @@ class Baseline:
     name: str
     memory: MemoryReport
     wire: CommModel
-    note: str = ""
+    remark: str = ""
 
 
 def baselines_of(spec: ModelSpec, gradient_bytes: int, world_size: int) -> tuple[Baseline, ...]:
@@ -133,8 +133,8 @@ def _torch_class(spec: ModelSpec, whole: MemoryReport, world: int) -> Baseline:
     memory = replace(
         whole, state=max(state, key=lambda of_rank: sum(of_rank.values())), master_copies=0
     )
-    note = "keeps no master copies, and state in the dtype of the parameters"
-    return Baseline("torch's class", memory, wire, note if whole.master_copies else "")
+    remark = "keeps no master copies, and state in the dtype of the parameters"
+    return Baseline("torch's class", memory, wire, remark if whole.master_copies else "")
 
 
 def torch_owners(spec: ModelSpec, world: int) -> list[int]:

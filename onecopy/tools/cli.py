@@ -281,18 +281,18 @@ def run_estimate(arguments: argparse.Namespace) -> str:
         times = _compared(title, columns, lambda each: in_seconds(each.wire.seconds(rate, delay)))
         blocks.append(times)
     balance = [["  onecopy", *(f"{each.imbalance:.3f}" for each in columns)]]
-    notes = ["Activations are not counted.", *first.notes()]
+    remarks = ["Activations are not counted.", *first.remarks()]
     if is_comparable:
         balance.append(["  torch's class", *(f"{each.torchs_imbalance:.3f}" for each in columns)])
     else:
-        notes.append("torch's class can run one optimizer class only.")
+        remarks.append("torch's class can run one optimizer class only.")
     if rate:
-        notes.append(
+        remarks.append(
             "Times are those of the alpha-beta model: log2(ranks) latencies for each collective "
             "and the bytes at full bandwidth, with nothing hidden behind computation."
         )
     blocks.append(_table("elements on the fullest rank / even share", columns, balance))
-    return "\n\n".join([*blocks, textwrap.fill(" ".join(notes), 86)])
+    return "\n\n".join([*blocks, textwrap.fill(" ".join(remarks), 86)])
 
 
 def _estimates(arguments: argparse.Namespace, world_sizes: Sequence[int]) -> list[Estimate]:
@@ -398,13 +398,13 @@ def run_report(arguments: argparse.Namespace) -> str:
     for head, rows in (memory_table(found), rank_table(found), bucket_table(found)):
         if rows:
             blocks.append(_first_rows([head, *rows], arguments.all))
-    note = (
+    remark = (
         "Times are of one step, under the profiler; of a bucket in the mean over the ranks.\n"
         "Hidden times are upper bounds. On accelerators look at the traces themselves."
     )
     if not found.traces[0].is_attached:
-        note += "\nDDP's all-reduce is not ours, and not counted."
-    return "\n\n".join([*blocks, note])
+        remark += "\nDDP's all-reduce is not ours, and not counted."
+    return "\n\n".join([*blocks, remark])
 
 
 def _first_rows(rows: Sequence[Sequence[str]], shows_all: bool, left: int = 1) -> str:

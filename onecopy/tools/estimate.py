@@ -200,14 +200,14 @@ class Estimate:
             f"{setting.backend}"
         )
 
-    def notes(self) -> list[str]:
+    def remarks(self) -> list[str]:
         """What must be known to compare with the others."""
-        notes = [
+        remarks = [
             "DDP and the ZeRO stages are formulas, without the buffers that they have besides; DDP "
             "keeps a second copy of all gradients, alone or with an optimizer that is not "
             "attached, unless gradient_as_bucket_view=True."
         ]
-        return notes + [f"{peer.name} {peer.note}." for peer in self.peers if peer.note]
+        return remarks + [f"{peer.name} {peer.remark}." for peer in self.peers if peer.remark]
 
     def rank_rows(self) -> list[RankRow]:
         ranks = range(self.world_size)

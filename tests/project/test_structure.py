@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -184,6 +185,120 @@ def test_only_comm_calls_collectives(file: Path) -> None:
             assert name.rpartition(".")[2] not in COLLECTIVES, (
                 f"{file}:{line}: {name} belongs into comm/"
             )
+
+
+@each_file
+def test_dcp_is_imported_when_it_is_used(file: Path) -> None:
+    """Importing it takes longer than importing the package."""
+    inside = {
+        node
+        for function in ast.walk(tree_of(file))
+        if isinstance(function, (ast.FunctionDef, ast.If))  # `if TYPE_CHECKING` does not run
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and node not in inside:
+            assert "torch.distributed.checkpoint" not in ast.unparse(node), f"{file}:{node.lineno}"
+
+
+# Words that are no part of an identifier, and what the package says instead.
+METAPHORS = {
+    "absentee absentees": "missing ranks",
+    "archive zipped": "file format",
+    "beginning beginnings blueprint recipe recipes": "state template",
+    "borrow borrowed borrower borrowers borrowing borrowings borrows": "shared read",
+    "box boxes": "chunk",
+    "carried carrier carriers carries carry carrying porter porters": "relay",
+    "company": "group monitor",
+    "course": "update",
+    "demand demands": "staging size",
+    "desk desks letter letters": "mailbox",
+    "errand errands": "task",
+    "exchange": "store channel",
+    "feed feeds": "gradient hooks",
+    "flights": "queue, in flight",
+    "fragment fragments parcel parcels portrait portraits": "state shard",
+    "gatherer": "queue of all-gathers",
+    "guard guards seal sealed sealing seals sentry": "corruption check, checksum",
+    "holdings piece pieces": "shards",
+    "home homes": "flat storage",
+    "intake roster": "param groups, parameter registry",
+    "journey route routes site sites": "all-gather",
+    "lane lanes roadway": "gradient bucket, reducer",
+    "lend lendable lender lenders lending lends lent loan loans": "shared memory",
+    "lobby note noted notes noting": "rank status",
+    "look looked looking looks": "check, inspect",
+    "neighbour neighbourhood neighbours": "local ranks",
+    "party parties": "join round",
+    "settle settled settles settling": "rebuild",
+    "subject": "model spec",
+    "ticket tickets": "sequence",
+    "verdict verdicts": "traits, used-parameter bitmap",
+}
+INSTEAD = {word: right for words, right in METAPHORS.items() for word in words.split()}
+# Still in use.
+NOT_YET: set[str] = set(
+    ["absentees", "archive", "beginning", "beginnings", "borrow", "borrowed", "borrowers", "borrowing", "borrowings", "box", "boxes", "bring_level", "carried", "carrier", "carry", "demand", "desk", "desks", "errand", "errands", "exchange", "flight", "flights", "fragment", "fragments", "gatherer", "guard", "guards", "holdings", "home", "homes", "journey", "lane", "lanes", "lend", "lendable", "lender", "lenders", "lending", "lends", "lent", "letter", "letters", "lobby", "look", "looked", "looking", "looks", "neighbours", "note", "notes", "noting", "piece", "pieces", "portrait", "roadway", "route", "routes", "seal", "sealed", "settle", "settling", "site", "subject", "take_back", "take_stock", "ticket", "tickets", "verdict", "watch_with", "zipped"]
+)
+# An alias of `shards` for one release; a word of Linux.
+EXCEPTIONS = {("planning.plan", "pieces"), ("comm.gloo.shared_memory", "_SEALS")}
+PHRASES = {
+    "bring_level": "send_remaining",
+    "take_back": "undo",
+    "take_stock": "collect",
+    "watch_with": "check",
+}
+
+
+def own_identifiers(file: Path) -> Iterator[tuple[str, int]]:
+    """(identifier, line) of what a file gives a name to: itself, classes, functions, parameters,
+    attributes and variables. Those that it only uses may be torch's."""
+    yield from ((part, 0) for part in name_of(file).split("."))
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+@each_file
+def test_no_identifier_is_a_metaphor(file: Path) -> None:
+    for name, line in own_identifiers(file):
+        if (name_of(file), name) in EXCEPTIONS:
+            continue
+        words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+        for word in (word for word in words if word not in NOT_YET):
+            assert word not in INSTEAD, f"{file}:{line}: {name}: not {word}, but {INSTEAD[word]}"
+        for phrase, right in PHRASES.items():
+            if phrase in NOT_YET:
+                continue
+            assert f"_{phrase}_" not in f"_{'_'.join(words)}_", f"{file}:{line}: {name}: {right}"
+        bare = [word for at, word in enumerate(words) if word == "flight" and words[at - 1] != "in"]
+        assert "flight" in NOT_YET or not bare, f"{file}:{line}: {name}: a flight is a collective"
+
+
+def test_a_metaphor_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "NOT_YET", set())
+    for text in (
+        "class GradLane: ...",
+        "def carry(): ...",
+        "def f(*, letters): ...",
+        "self.sealed_at = 1",
+        "async_flight = 1",
+        "def takeBack_take_back(): ...",
+    ):
+        file = tmp_path / f"m{abs(hash(text))}.py"
+        file.write_text(text)
+        with pytest.raises(AssertionError, match=file.name):
+            test_no_identifier_is_a_metaphor(file)
+    fine = tmp_path / "fine.py"
+    fine.write_text("in_flight = torch.guard.look(flat=IN_FLIGHT_LIMIT)")
+    test_no_identifier_is_a_metaphor(fine)
 
 
 # Subclasses that admit a handful of names, and the metadata file that torch wants to be a pickle.

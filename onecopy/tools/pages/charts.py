@@ -69,10 +69,10 @@ def paragraph(text: str, soft: bool = False) -> str:
 
 
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
-    """Key figures: title, figure and note of each."""
+    """Key figures: title, figure and remark of each."""
     found = [
-        f"<li><span>{escape(what)}</span><b>{escape(figure)}</b><span>{escape(note)}</span></li>"
-        for what, figure, note in items
+        f"<li><span>{escape(what)}</span><b>{escape(figure)}</b><span>{escape(remark)}</span></li>"
+        for what, figure, remark in items
     ]
     return f'<ul class="cards">\n{chr(10).join(found)}\n</ul>'
 
@@ -228,8 +228,8 @@ def _drawn(rows: Sequence[Row], length: float, height: float, above: str, lines:
             for mark in marks
         ]
         places.sort(key=lambda place: place[0].start)  # the order of the arrow keys
-        boxes = "".join(_rectangle(mark, length, y, each - 0.4) for mark, y in places)
-        groups.append(f'<g class="row" style="--h:{row.hue:.0f}">{boxes}</g>')
+        rectangles = "".join(_rectangle(mark, length, y, each - 0.4) for mark, y in places)
+        groups.append(f'<g class="row" style="--h:{row.hue:.0f}">{rectangles}</g>')
         top += row.height
     names = "".join(f'<span style="flex:{row.height}">{escape(row.name)}</span>' for row in rows)
     return (
@@ -318,7 +318,7 @@ def column_chart(
     )
     return (
         f'<div class="columns"><h3><span>{escape(title)}</span><span>{escape(figure)}</span></h3>'
-        f"{_box('', f'{title}: {figure}.', content, detail)}"
+        f"{_focusable('', f'{title}: {figure}.', content, detail)}"
         f'<div class="axis" aria-hidden="true">{axis}</div></div>'
     )
 
@@ -329,10 +329,10 @@ def detail_line(detail: str, hint: str) -> str:
 
 
 def _framed(kind: str, label: str, content: str, detail: str) -> str:
-    return f"<figure>{_box(kind, label, content, detail)}</figure>"
+    return f"<figure>{_focusable(kind, label, content, detail)}</figure>"
 
 
-def _box(kind: str, label: str, content: str, detail: str) -> str:
+def _focusable(kind: str, label: str, content: str, detail: str) -> str:
     """A chart. ``label`` is what a screen reader says of it, ``detail`` the id of
     its detail line."""
     return (

@@ -83,7 +83,7 @@ def _memory(estimate: Estimate) -> str:
         estimate.on,
         "What each rank holds after a step, from the plan that is really used.",
         heading("Beside others, on their fullest rank"),
-        paragraph(" ".join(estimate.notes()), soft=True),
+        paragraph(" ".join(estimate.remarks()), soft=True),
         stacked_bars("Memory beside other ways to train.", bars, in_bytes, "memory-detail"),
     )
 
