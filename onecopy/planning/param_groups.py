@@ -193,11 +193,6 @@ class GroupWithoutParams(ValueError, KeyError):
         return str(self.args[0])
 
 
-def require_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
-    if not any(group["params"] for group in groups):
-        raise ValueError("none of the parameter groups holds a parameter")
-
-
 def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
     for key in entry:
         if not isinstance(key, str):
@@ -279,7 +274,8 @@ def take_groups(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]]
     """The parameter groups, or why they are refused: all ranks are told once they are connected."""
     try:
         groups = as_groups(params)
-        require_parameters(groups)
+        if not any(group["params"] for group in groups):
+            raise ValueError("none of the parameter groups holds a parameter")
         check_tensors(groups)
         check_class(optimizer_class)
     except Exception as error:  # the user's generator may raise anything

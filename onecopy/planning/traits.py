@@ -55,6 +55,7 @@ class Traits:
 
 
 _ELEMENTWISE = Traits(Kind.ELEMENTWISE, "every element is updated by itself")
+_RANDOM = Traits(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
 _TRAITS_BY_NAME = {
     **dict.fromkeys(("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"), _ELEMENTWISE),
     **dict.fromkeys(("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"), _ELEMENTWISE),
@@ -218,7 +219,7 @@ def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, An
     together = _run(optimizer_class, options, [first, second])
     second_alone = _run(optimizer_class, options, [second])
     if alone.drew_random_numbers:
-        return Traits(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
+        return _RANDOM
     if not (
         torch.equal(alone.values[0], together.values[0])
         and torch.equal(second_alone.values[0], together.values[1])
@@ -229,7 +230,7 @@ def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, An
     try:
         cut = _run(optimizer_class, options, first.cut(at=7))
     except Exception:
-        return Traits(Kind.WHOLE, "it does not accept one-dimensional pieces")
+        return Traits(Kind.WHOLE, "it does not accept one-dimensional shards")
     if not cut.state_is_parameter_shaped:
         return Traits(Kind.WHOLE, "its state is not shaped like the parameter")
     if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
@@ -246,7 +247,7 @@ def _compare_large_toys(
     # At a multiple of 64, where a cut does not change the bits of a vectorised loop.
     cut = _run(optimizer_class, options, toy.cut(at=64 * 101))
     if alone.drew_random_numbers:
-        return Traits(Kind.GLOBAL, "it draws random numbers, and every rank would draw others")
+        return _RANDOM
     if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
         return Traits(Kind.WHOLE, f"its state of a large {dtype} tensor is not shaped like it")
     if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
@@ -313,22 +314,13 @@ def _run(
         _toy_step(step, takes_closure)
     shaped = all(
         value.shape in ((), param.shape)
+        if type(value) is torch.Tensor
+        else not isinstance(value, (torch.Tensor, list, tuple, dict))
         for param in params
-        for value in _tensors(optimizer.state[param].values())
+        for value in optimizer.state[param].values()
     )
     drew = not torch.equal(random, torch.default_generator.get_state())
     return _Run([param.detach() for param in params], shaped, drew)
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among state values; one that is no plain tensor counts as oddly shaped."""
-    found = []
-    for value in values:
-        if type(value) is torch.Tensor:
-            found.append(value)
-        elif isinstance(value, (torch.Tensor, list, tuple, dict)):
-            found.append(torch.empty(0, 0, 0))
-    return found
 
 
 def _toy_step(step: Callable[..., Any], takes_closure: bool) -> None:

@@ -19,12 +19,9 @@ from onecopy.planning.param_groups import (
     ParamRegistry,
     PartitionPolicy,
     Settings,
-    as_groups,
-    check_class,
-    check_tensors,
     empty_plan,
     is_trainable,
-    require_parameters,
+    take_groups,
     update_dtype,
 )
 from onecopy.planning.plan import Plan
@@ -62,12 +59,13 @@ class ModelSpec:
         defaults: Mapping[str, Any] | None = None,
     ) -> ModelSpec:
         """``model``: a module, shapes, names with shapes, or what an optimizer accepts."""
-        check_class(optimizer_class)
         settings = Settings(partition, master_dtype=master_dtype)
         settings.validate({})
         defaults = dict(defaults or {})
         stand_ins: dict[torch.Tensor, torch.Tensor] = {}
-        groups = [_without_memory(g, dtype, stand_ins) for g in _groups_of(model, dtype)]
+        groups = [
+            _without_memory(g, dtype, stand_ins) for g in _groups_of(model, optimizer_class, dtype)
+        ]
         on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         policies = PartitionPolicy(optimizer_class, settings, defaults)
         registry, templates = ParamRegistry(), []
@@ -125,7 +123,7 @@ class ModelSpec:
         return update_dtype(self.params[param].tensor.dtype, master)
 
 
-def _groups_of(model: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
+def _groups_of(model: Any, optimizer_class: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
     if isinstance(model, torch.nn.Module):
         model = list(model.named_parameters())
         if not model:
@@ -134,9 +132,9 @@ def _groups_of(model: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
         model = [(str(name), _of_shape(shape, dtype)) for name, shape in model.items()]
     elif isinstance(model, Sequence) and model and all(map(_is_shape, model)):
         model = [_of_shape(shape, dtype) for shape in model]
-    groups = as_groups(model)
-    require_parameters(groups)
-    check_tensors(groups)
+    groups, refusal = take_groups(model, optimizer_class)
+    if refusal is not None:
+        raise refusal
     return groups
 
 

@@ -23,7 +23,7 @@ from onecopy.planning.param_groups import (
     check_tensors,
     device_names,
     is_trainable,
-    require_parameters,
+    take_groups,
 )
 from onecopy.planning.plan import ParamSpec, make_plan
 from onecopy.planning.traits import Kind, options_of
@@ -138,10 +138,12 @@ def test_what_is_not_parameters_is_refused(bad: Any, error: type[Exception], say
     "empty", [[{"params": []}], [{"params": []}, {"params": ()}], [{"params": iter(())}]], ids=len
 )
 def test_groups_that_hold_no_parameter_at_all_are_refused(empty: Any) -> None:
-    groups = as_groups(empty)
-    with pytest.raises(ValueError, match="none of the parameter groups"):
-        require_parameters(groups)
-    require_parameters([*groups, {"params": [P]}])
+    _, refusal = take_groups(empty, SGD)
+    assert isinstance(refusal, ValueError)
+    assert "none of the parameter groups" in str(refusal)
+    groups, refusal = take_groups([*as_groups([{"params": []}]), {"params": [P]}], SGD)
+    assert refusal is None
+    assert [len(group["params"]) for group in groups] == [0, 1]
 
 
 def test_an_error_of_something_not_iterable_shows_where_it_came_from() -> None:
