@@ -429,7 +429,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         if self._attachment is not None:
             self._attachment.require_averaged()
             return
-        self._params.require_finished_backward()
+        self._params.modules.require_finished_backward()
         registry = self._params.registry
         for index in self._params.plan.cut_params:
             grad = registry.params[index].grad
@@ -798,7 +798,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         super().zero_grad(set_to_none)
         if self._attachment is not None:
             self._attachment.zero_grad()
-        self._params.forgive_backward()  # what the attachment could not mend
+        self._params.modules.forgive_backward()  # what the attachment could not mend
 
     def _look(self, method: str, *args: Any) -> Any:
         """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,

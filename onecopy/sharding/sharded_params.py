@@ -130,7 +130,7 @@ class ShardedParams:
         self.all_gathers = AllGatherQueue(rank_group)
         self.gathers_lazily = False  # whoever uses the parameters waits
         self._memory = MemoryWatch()
-        self._in_modules = ModuleWatch(())
+        self.modules = ModuleWatch(())
         self._unplanned: list[torch.Tensor] = []  # frozen parameters
         self.follower: GradientBuffers | None = None  # in attached mode
         self.status = StepStatus()
@@ -142,13 +142,13 @@ class ShardedParams:
     def all_or_nothing(self) -> Iterator[None]:
         """If the block raises, registry, plan, shards and state are as before."""
         registry, plan, confirmed = self.registry, self.plan, self.is_confirmed
-        in_modules = self._in_modules
+        modules = self.modules
         undo_inner = self.inner.snapshot()
         try:
             yield
         except BaseException:  # an interrupted load, too, leaves everything as it was
             self.registry, self.plan, self.is_confirmed = registry, plan, confirmed
-            self._in_modules = in_modules
+            self.modules = modules
             undo_inner()
             raise
 
@@ -221,17 +221,17 @@ class ShardedParams:
 
     def find_modules(self) -> None:
         """Find the modules that use the parameters, to notice when they no longer do."""
-        self._in_modules = ModuleWatch(self.registry.entries)
+        self.modules = ModuleWatch(self.registry.entries)
 
     def require_same_order(self, subject: str, first: int = 0) -> None:
         """Raise on all ranks if their parameters from ``first`` on are in different orders.
         Collective."""
-        names = self._in_modules.names
+        names = self.modules.names
         require_same_order(self._rank_group, subject, self.registry, names, first)
 
     def name_in_module(self, index: int) -> str:
         """The name of a parameter, with the one that its module gives it if it has no other."""
-        title, name = self.registry.names[index], self._in_modules.names.of[index]
+        title, name = self.registry.names[index], self.modules.names.of[index]
         return f"{title} ({name})" if name and "(" not in title else title
 
     # ------------------------------------------------------------------ every step
@@ -248,15 +248,7 @@ class ShardedParams:
     def require_untouched(self, groups: Groups) -> None:
         """Raise if the user has changed what cannot be followed."""
         self.registry.require_same_groups(groups)
-        self._in_modules.require_in_place()
-
-    def require_finished_backward(self) -> None:
-        """Raise if DDP has averaged the gradients only in part."""
-        self._in_modules.require_finished_backward()
-
-    def forgive_backward(self) -> None:
-        """The gradients were dropped."""
-        self._in_modules.forgive_backward()
+        self.modules.require_in_place()
 
     def unfrozen(self) -> list[int]:
         """The parameters that the plan left out and that have become trainable."""
@@ -270,9 +262,7 @@ class ShardedParams:
         if self._memory.has_moved():
             self.require_same_form()
             self.rebuild()
-        elif (
-            not self.all_gathers.is_prepared
-        ):  # a rebuild has failed, or the optimizer was detached
+        elif not self.all_gathers.is_prepared:  # a rebuild failed, or the optimizer was detached
             self.rebuild()
 
     def begin_sending(self) -> Sequence[int]:

@@ -166,7 +166,7 @@ def hooked_for_no_sync(optimizer: ZeroRedundancyOptimizer) -> set[int]:
 
 def ddps_around(optimizer: ZeroRedundancyOptimizer) -> Collection[Any]:
     """The DDP modules that were found around the parameters."""
-    return optimizer._params._in_modules._ddps
+    return optimizer._params.modules._ddps
 
 
 def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
