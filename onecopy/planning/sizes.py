@@ -20,9 +20,9 @@ class MemoryReport:
     """Bytes on this rank. ``print(report)`` shows a table, ``as_dict()`` is for loggers."""
 
     parameters: int
-    # In `param.grad`; if attached, also of this rank's pieces, and accumulated inside no_sync().
+    # In `param.grad`; if attached, also of this rank's shards, and accumulated inside no_sync().
     gradients: int
-    state: Mapping[str, int]  # of this rank's pieces, by key
+    state: Mapping[str, int]  # of this rank's shards, by key
     master_copies: int
     staging: int  # buffers that buckets pass through, kept between the steps
     # DDP's own copy of all gradients, which it keeps when we are attached to it. With its option
@@ -93,18 +93,18 @@ Label = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Elements and pieces by label and rank; padding is not counted."""
+    """Elements and shards by label and rank; padding is not counted."""
 
     elements: Mapping[Label, list[int]]
     shards: Mapping[Label, list[int]]
 
     def loads(self, world_size: int) -> list[int]:
-        """Elements of every rank, whatever their label."""
+        """Elements of every rank, under all labels."""
         return [sum(of[rank] for of in self.elements.values()) for rank in range(world_size)]
 
 
 def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None) -> Counts:
-    """Count what every rank owns; ``label_of`` a parameter says under what it is counted."""
+    """Count what every rank owns, under the label of its parameter."""
     elements: dict[Label, _Count] = {}
     shards: dict[Label, _Count] = {}
 
@@ -116,9 +116,9 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
 
     for stream in plan.streams:
         for param, numel, owner in zip(stream.params, stream.numels, stream.owners, strict=False):
-            of_elements, of_pieces = counts(param)
+            of_elements, of_shards = counts(param)
             of_elements.add(owner, numel)
-            of_pieces.add(owner, 1)
+            of_shards.add(owner, 1)
     for number, bucket in enumerate(plan.buckets):
         if plan.streams[bucket.stream].kind is Kind.ELEMENTWISE:
             for segment in plan.segments(number):
@@ -130,7 +130,7 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
 
 
 def imbalance(loads: list[int]) -> float:
-    """The fullest rank, relative to an even share.
+    """The load of the fullest rank, relative to an even share.
 
     >>> imbalance([2, 4])
     1.3333333333333333
@@ -170,14 +170,14 @@ def slot_elements(plan: Plan) -> list[list[int]]:
 
 
 def equal_part(plan: Plan, bucket: int) -> int:
-    """Elements of an elementwise bucket that every rank has; those in ``extra`` a unit more."""
+    """Elements of an elementwise bucket on every rank; those in ``extra`` have a unit more."""
     b = plan.buckets[bucket]
     unit = plan.streams[b.stream].unit
     return b.numel // unit // plan.world_size * unit
 
 
 def owned_ranges(plan: Plan, bucket: int) -> dict[int, tuple[int, int]]:
-    """What the owners have in a bucket of whole tensors: for each of them one run."""
+    """What the owners have in a bucket of whole tensors: one run each."""
     b = plan.buckets[bucket]
     stream = plan.streams[b.stream]
     found: dict[int, tuple[int, int]] = {}
@@ -190,11 +190,11 @@ def owned_ranges(plan: Plan, bucket: int) -> dict[int, tuple[int, int]]:
 
 
 class _Count:
-    """A number for each rank, to which much can be added at once."""
+    """A number for each rank. Adding to a run of ranks takes constant time."""
 
     def __init__(self, world_size: int) -> None:
         self._points = [0] * world_size
-        self._steps = [0] * (world_size + 1)  # differences between neighbours
+        self._steps = [0] * (world_size + 1)  # what a rank has more than the rank before it
 
     def add(self, rank: int, count: int) -> None:
         self._points[rank] += count

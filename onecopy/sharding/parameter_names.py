@@ -162,7 +162,7 @@ _SAME_ORDER = (
 
 
 def require_same_order(
-    rank_group: RankGroup, subject: str, registry: ParamRegistry, found: ModuleNames, first: int
+    rank_group: RankGroup, doing: str, registry: ParamRegistry, found: ModuleNames, first: int
 ) -> None:
     """Raise on all ranks if one of them holds the parameters from ``first`` on in another order.
     Collective, after the ranks have agreed on shapes and on names that were given.
@@ -176,7 +176,7 @@ def require_same_order(
     entries, names = registry.entries[first:], found.of[first:]
 
     def refusal(lines: Sequence[str]) -> Exception:
-        return difference(rank_group, [f"{subject}{rank_group.whose}", *lines], _SAME_ORDER)
+        return difference(rank_group, [f"{doing}{rank_group.whose}", *lines], _SAME_ORDER)
 
     mine = [_digest(names), _digest(sorted(names)), _digest(found.structure)]
     ordered, unordered, structures = _gather(rank_group, mine)

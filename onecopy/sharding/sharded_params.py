@@ -223,11 +223,11 @@ class ShardedParams:
         """Find the modules that use the parameters, to notice when they no longer do."""
         self.modules = ModuleWatch(self.registry.entries)
 
-    def require_same_order(self, subject: str, first: int = 0) -> None:
+    def require_same_order(self, doing: str, first: int = 0) -> None:
         """Raise on all ranks if their parameters from ``first`` on are in different orders.
         Collective."""
         names = self.modules.names
-        require_same_order(self._rank_group, subject, self.registry, names, first)
+        require_same_order(self._rank_group, doing, self.registry, names, first)
 
     def name_in_module(self, index: int) -> str:
         """The name of a parameter, with the one that its module gives it if it has no other."""
