@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -58,18 +58,17 @@ from onecopy.checks.replica_check import Evidence, require_equal_replicas
 from onecopy.comm.agreement import RanksDisagree, require_agreement, same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.comm.stats import CommStats, Order, Traced, Tracer, comm_stats
-from onecopy.gradients.attachment import Attachment, require_attachable, send_from_first_rank
-from onecopy.gradients.hooks import require_hookable
+from onecopy.gradients.attachment import Attachment, broadcast_module, require_attachable
 from onecopy.gradients.join import (
+    JoinParticipant,
     JoinRound,
     OptimizerJoinHook,
     Turn,
-    find_round,
-    follow_lender,
-    lend_gradients,
-    same_call,
+    broadcast_plain,
+    follow_source,
+    send_gradients,
 )
-from onecopy.gradients.reducer import GradientsDropped
+from onecopy.gradients.norms import OPERATIONS
 from onecopy.planning.layout import in_layout_of, is_dense
 from onecopy.planning.param_groups import (
     MASTER,
@@ -100,10 +99,8 @@ from onecopy.sharding.inner import (
 from onecopy.sharding.parameter_names import names_in
 from onecopy.sharding.sharded_params import ShardedParams, StepPhase
 from onecopy.torch_private import (
-    AskedByGradScaler,
+    ASKED_BY_GRAD_SCALER,
     is_table_of_hooks,
-    join_config,
-    leave_join,
     load_state_dict_hooks,
     state_dict_hooks,
 )
@@ -117,7 +114,7 @@ def report_on(sharded_params: ShardedParams, attachment: Attachment | None) -> M
     if attachment is not None:
         gradients += attachment.reducer.roadway.slot_bytes + attachment.reducer.accumulated_bytes
         staging += attachment.reducer.roadway.staged_bytes
-        ddp_buckets = attachment.hooks.foreign_bytes
+        ddp_buckets = attachment.hooks.ddp_bytes
     return MemoryReport(
         parameters=_nbytes(params),
         gradients=gradients,
@@ -173,19 +170,11 @@ def _is_library(module: str) -> bool:
 
 logger = logging.getLogger("onecopy")
 
-# How methods of an attachment are called by the user.
-_LOOKS = {
-    "clip": "clip_grad_norm_",
-    "norm": "grad_norm",
-    "full_gradient": "full_grad of parameter ",
-    "unscale": "GradScaler.unscale_",
-}
-
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
 _MOVES_PARAMETERS = ("train", "eval")
 
 
-class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Any optimizer, with its state cut over the ranks: one copy in the whole job.
 
     A drop-in for the class of the same name in ``torch.distributed.optim``::
@@ -259,13 +248,14 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._full_state = FullState()
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
-        self._steps_in_backward = False
+        self._overlaps_with_ddp = False
+        self._join = JoinParticipant(self, self._rank_group)
 
         def prepare() -> list[str]:
             if refusal is not None:
                 raise refusal
             settings.validate(os.environ)
-            self._steps_in_backward = bool(overlap_with_ddp)
+            self._overlaps_with_ddp = bool(overlap_with_ddp)
             self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
             self._trace_order = self._take_trace_order()
             Joinable.__init__(self)
@@ -317,7 +307,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             f"onecopy {__version__}, torch {torch.__version__}, {self.world_size} ranks, "
             f"{self._steps} steps taken",
             f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
-            f"overlap_with_ddp={self._steps_in_backward}",
+            f"overlap_with_ddp={self._overlaps_with_ddp}",
             *self._params.description(self.param_groups),
         ]
 
@@ -328,23 +318,23 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
 
         A closure is run once, on every rank; its result, this rank's loss, is returned.
         """
-        if self._steps_in_backward:
+        if self._overlaps_with_ddp:
             return None
         self._require_usable()
         with self._rank_group.monitor.noting_errors(f"the closure of step {self._steps + 1}"):
             replay = RunClosure(closure) if callable(closure) else closure
         if self._attachment is not None:
-            self._attachment.give_up_raised()
+            self._attachment.finish_raised()
         if not self._check_steps:  # else all ranks are told of it
             # Before anything is done together: so that this rank can call it again.
             with self._rank_group.monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
-        return self._step(replay, kwargs, self._announce(Turn.STEP))
+        return self._step(replay, kwargs, self._join.announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
         """Called by a DDP communication hook when all gradients have arrived."""
         self._require_usable()
-        self._step(None, {}, self._announce(Turn.STEP))
+        self._step(None, {}, self._join.announce(Turn.STEP))
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None) -> Any:
         with self._in_next_step():
@@ -382,7 +372,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
         with self._rank_group.monitor.noting_errors():
-            if join_config(self).enable:
+            if self._join.is_active:
                 self.wait()  # DDP may send its parameters around when the context ends
         self._rank_group.monitor.note(f"step {self._steps} finished")
         if self._tracing is not None:
@@ -415,13 +405,12 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         """Where this step finds the gradients of the pieces in a bucket."""
         if self._attachment is not None:
             return self._attachment.gradients()
-        borrowed = None
         if join_round is not None:
-            borrowed = lend_gradients(
+            received = send_gradients(
                 self._rank_group, join_round, self._params.plan, self._params.registry.params
             )
-        if borrowed is not None:
-            return self._inner.by_bucket(borrowed).__getitem__
+            if received is not None:  # this rank has joined
+                return self._inner.by_bucket(received).__getitem__
         self._require_usable_gradients()  # once more, of what was unfrozen just now
         return of_the_parameters
 
@@ -451,6 +440,8 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""
         inner = self.__dict__.get("_inner")
+        if inner is not None and name == ASKED_BY_GRAD_SCALER:
+            self._require_usable_scaler()
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         having = [each.optimizer for each in inner.inners if hasattr(each.optimizer, name)]
@@ -495,7 +486,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group
         # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "_inner", "_params", "_full_state", "_tracing"}
+        left = {"step", "_inner", "_params", "_full_state", "_tracing", "_join"}
         for key, value in self.__dict__.items():
             if key not in left and not is_table_of_hooks(key):
                 new.__dict__[key] = copy.deepcopy(value, memo)
@@ -503,6 +494,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         new._params = self._params.copied(new._inner, registry)
         new._full_state = FullState("this optimizer is a copy that was not consolidated")
         new._tracing = None
+        new._join = JoinParticipant(new, new._rank_group)
         Optimizer.__setstate__(new, {})
         return new
 
@@ -518,11 +510,6 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         return self._params.registry.params
 
     # ------------------------------------------------------------------ parts
-
-    def _attached(self, method: str) -> Attachment:
-        if self._attachment is None:
-            raise RuntimeError(f"{method}() is for attached mode: call attach(module) first")
-        return self._attachment
 
     def _drop_gradients(self) -> None:
         """Those of which this rank holds a part; others are the user's."""
@@ -606,7 +593,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._follow_flags()
         unfrozen = self._params.unfrozen()
         if join_round is not None:
-            unfrozen = follow_lender(self._rank_group, join_round, self.param_groups, unfrozen)
+            unfrozen = follow_source(self._rank_group, join_round, self.param_groups, unfrozen)
         if unfrozen or not self._params.is_confirmed:
             self._take_in(unfrozen)
         self._params.follow_memory()
@@ -668,24 +655,14 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._rank_group.enter("attaching")
 
         def prepare() -> list[str]:
-            if self._steps_in_backward:
+            if self._overlaps_with_ddp:
                 raise RuntimeError(
                     "attach(...) and overlap_with_ddp=True exclude each other: the one leaves the "
                     "update to step(), the other does it inside backward"
                 )
             if self._attachment is not None:
                 raise RuntimeError("the optimizer is attached already: call detach() first")
-            require_attachable(
-                module,
-                self._params.registry,
-                self._params.plan,
-                self._rank_group.user_group,
-                reduce_dtype,
-            )
-            check_switches(lazy_gather=lazy_gather)
-            if lazy_gather:
-                require_hookable(module)
-            self._params.require_same_form()
+            require_attachable(module, self._params, self._rank_group, reduce_dtype, lazy_gather)
             known = names_in(module)
             names = [known.get(entry.param, "") for entry in self._params.registry.entries]
             kind, number = type(module).__name__, self._rank_group.monitor.attachments
@@ -697,23 +674,22 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         self._rank_group.monitor.count_attachment()
         self.wait()
         if not isinstance(module, DistributedDataParallel):
-            send_from_first_rank(self._rank_group, module)
-        self._attachment = attachment = Attachment(
+            broadcast_module(self._rank_group, module)
+        self._attachment = Attachment(
             module,
             self._rank_group,
             self._params,
+            self._join,
             reduce_dtype,
             lazy_gather,
-            self._announce_in_join,
-            self._is_in_join,
             self._steps,
         )
         # Else hooks would go on taking gradients away from whoever comes next.
-        self._last_will = weakref.finalize(self, attachment.detach)
+        self._last_will = weakref.finalize(self, self._attachment.detach)
         self._last_will.atexit = False
 
         def take_memory() -> list[str]:
-            attachment.prepare()
+            self._params.rebuild()
             return []
 
         try:
@@ -746,7 +722,9 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         """Backwards in this context accumulate the gradients of this rank; the first one after it
         averages them all. As DDP's, but where a parameter has a master copy they are accumulated in
         its dtype, and ``param.grad`` is None."""
-        return self._attached("no_sync").hooks.no_sync()
+        if self._attachment is None:
+            raise RuntimeError("no_sync() is for attached mode: call attach(module) first")
+        return self._attachment.hooks.no_sync()
 
     def clip_grad_norm_(
         self,
@@ -758,7 +736,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; its value
         before, the same on all ranks. Collective in attached mode, where ``foreach`` chooses
         nothing: gradients are always clipped together."""
-        if self._steps_in_backward:
+        if self._overlaps_with_ddp:
             raise RuntimeError(
                 "with overlap_with_ddp=True the update has happened when backward() returns: it is "
                 "too late to clip. Leave it out, or use attach(...)"
@@ -770,7 +748,8 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             return torch.nn.utils.clip_grad_norm_(
                 self._params.registry.params, max_norm, norm_type, error_if_nonfinite, foreach
             )
-        norm: torch.Tensor = self._look("clip", max_norm, norm_type, error_if_nonfinite)
+        arguments = (max_norm, norm_type, error_if_nonfinite)
+        norm: torch.Tensor = self._inspect_gradients("clip_grad_norm_", *arguments)
         return norm
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -779,7 +758,7 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         if self._attachment is None:
             gradients = [p.grad for p in self._params.registry.params if p.grad is not None]
             return torch.nn.utils.get_total_norm(gradients, norm_type)
-        norm: torch.Tensor = self._look("norm", norm_type)
+        norm: torch.Tensor = self._inspect_gradients("grad_norm", norm_type)
         return norm
 
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -790,8 +769,8 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             raise ValueError("full_grad(p): p is not a parameter of this optimizer")
         if self._attachment is None:
             return param.grad
-        whole: torch.Tensor | None = self._look("full_gradient", index)
-        return whole
+        full: torch.Tensor | None = self._inspect_gradients("full_grad of parameter ", index)
+        return full
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
@@ -800,15 +779,16 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             self._attachment.zero_grad()
         self._params.modules.forgive_backward()  # what the attachment could not mend
 
-    def _look(self, method: str, *args: Any) -> Any:
-        """Call a method of the attachment that looks at gradients, on all ranks: inside ``Join``,
-        also on those that have run out of inputs. What was unfrozen is taken in before."""
-        attachment = self._attached(method)
+    def _inspect_gradients(self, name: str, *args: Any) -> Any:
+        """Call a function of ``gradients/norms.py`` on all ranks, in attached mode. Inside ``Join``
+        also on joined ranks. What was unfrozen is planned before."""
+        attachment = self._attachment
+        assert attachment is not None
         self._require_usable()
-        attachment.give_up_raised()
-        join_round = self._announce_in_join(Turn.LOOK)
-        attachment.judge()  # a backward that was given up ends here, on all ranks
-        call = f"{_LOOKS[method]}{shown(args, longest=200)}"
+        attachment.finish_raised()
+        join_round = self._join.announce(Turn.INSPECT)
+        attachment.judge()  # a backward that has raised ends here, on all ranks
+        call = f"{name}{shown(args, longest=200)}"
         self._rank_group.monitor.note(f"{call} after {self._steps} steps{self._mode}")
         with self._rank_group.monitor.noting_errors():
             if join_round is None:
@@ -817,27 +797,24 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
                 require_agreement(self._rank_group, call, ())
             self._follow_changes(join_round)
             if join_round is not None:
-                same_call(self._rank_group, join_round, [method, *args])
-            return getattr(attachment, method)(*args)
+                broadcast_plain(self._rank_group, join_round, [name, *args])
+            return OPERATIONS[name](attachment.averaged_gradients(), *args)
 
     def _unscale(self, inv_scale: torch.Tensor, allow_fp16: bool) -> torch.Tensor:
         """For the scaler: whether any rank has found an infinity or NaN."""
-        found: torch.Tensor = self._look("unscale", float(inv_scale), allow_fp16)
+        found: torch.Tensor = self._inspect_gradients(
+            "GradScaler.unscale_", float(inv_scale), allow_fp16
+        )
         return found
 
     def _skip_step(self) -> None:
-        """The scaler does not take a step that ranks which have joined wait for."""
-        self._announce_in_join(Turn.SKIP)
+        """The scaler does not take a step that joined ranks wait for."""
+        self._join.announce(Turn.SKIP)
         self._drop_gradients()
 
-    def _announce_in_join(self, turn: Turn) -> JoinRound | None:
-        return self._announce(turn) if self._is_in_join() else None
-
-    def _is_in_join(self) -> bool:
-        return bool(join_config(self).enable)
-
-    def before_scaling(self) -> None:
-        if self._steps_in_backward:
+    def _require_usable_scaler(self) -> None:
+        """Raise if the ``GradScaler`` that is about to call ``step`` cannot work."""
+        if self._overlaps_with_ddp:
             raise RuntimeError(
                 "with overlap_with_ddp=True the update happens inside backward, with gradients of "
                 "the scaled loss: a GradScaler cannot work. Leave it out, or use attach(...)"
@@ -852,13 +829,9 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
         an attached optimizer averages over the ranks that still have inputs, as DDP does."""
         if self._attachment is not None:
             self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        if self._steps_in_backward:  # when DDP has had its turn: see ``ddp_hooks.py``
-            return OptimizerJoinHook(lambda: None, self._leave_join)
-        return OptimizerJoinHook(self._take_part_joined, self._leave_join)
-
-    def _leave_join(self) -> None:
-        """A step outside of the context must not pay for it."""
-        leave_join(self)
+        # With overlap_with_ddp, joined ranks step when DDP has finished: see hook_with_zero_step.
+        run_joined = None if self._overlaps_with_ddp else self._run_joined
+        return OptimizerJoinHook(run_joined, self._join.leave)
 
     @property
     def join_device(self) -> torch.device:
@@ -868,43 +841,29 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
     def join_process_group(self) -> Any:
         return self.process_group
 
-    def _announce(self, turn: Turn) -> JoinRound | None:
-        """Tell joined ranks, if there may be any, what comes."""
-        if join_config(self).enable:
-            self._rank_group.monitor.add_to_note(f"inside Join, before {turn.name}")
-        with self._rank_group.monitor.naming_absentees():  # also those outside of the context
-            work = Join.notify_join_context(self)
-        if work is not None:
-            self._rank_group.monitor.wait_for([work])
-        return find_round(self._rank_group, turn) if join_config(self).enable else None
-
-    def _take_part_joined(self) -> None:
-        """What the others do, on a rank that has run out of inputs."""
-        while True:
-            join_round = find_round(self._rank_group, Turn.JOINED)
-            assert join_round is not None
-            with contextlib.suppress(GradientsDropped):  # who has inputs is told
-                self._take_turn(join_round)
-            # Who comes first in Join(...) calls this for every turn, others once per iteration.
-            if join_config(self).is_first_joinable or join_round.turn in (Turn.STEP, Turn.SKIP):
-                return
+    def _run_joined(self) -> None:
+        """On a joined rank: take part in what the other ranks do."""
+        self._join.follow(self._take_turn)
 
     def _take_turn(self, join_round: JoinRound) -> None:
         """In the order of what the others do."""
+        attachment = self._attachment
         if join_round.turn is Turn.STEP:
             self._step(None, {}, join_round)
         elif join_round.turn is Turn.SKIP:
             self._drop_gradients()
         elif join_round.turn is Turn.BACKWARD:
-            self._attached("join").shadow_backward(join_round)
+            assert attachment is not None  # the ranks attach together
+            attachment.follow_backward(join_round)
         else:
-            self._attached("join").judge()
+            assert attachment is not None
+            attachment.judge()
             self._rank_group.monitor.note(
                 "looking at gradients with the others, joined", is_joined=True
             )
             self._follow_changes(join_round)
-            method, *args = same_call(self._rank_group, join_round, ())
-            getattr(self._attached("join"), method)(*args)
+            name, *args = broadcast_plain(self._rank_group, join_round, ())
+            OPERATIONS[name](attachment.averaged_gradients(), *args)
 
     # ------------------------------------------------------------------ state and checkpoints
 
@@ -1315,8 +1274,8 @@ class ZeroRedundancyOptimizer(AskedByGradScaler, Optimizer, Joinable):
             (self._has_compared_gradients and not self._check_steps)
             or self.world_size == 1
             or self._attachment is not None
-            or self._steps_in_backward
-            or join_config(self).enable  # a rank that has joined has none
+            or self._overlaps_with_ddp
+            or self._join.is_active  # a rank that has joined has none
         ):
             return
         views, have_values = self._views_of_gradients()

@@ -358,17 +358,8 @@ def is_table_of_hooks(name: str) -> bool:
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
-class AskedByGradScaler:
-    """Every GradScaler asks ``_step_supports_amp_scaling`` before a step."""
-
-    def before_scaling(self) -> None:
-        """Raise if a scaler cannot be used."""
-        raise NotImplementedError
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        self.before_scaling()
-        return False
+# The attribute that every GradScaler asks for before a step.
+ASKED_BY_GRAD_SCALER = "_step_supports_amp_scaling"
 
 
 class GradScalerBase(torch.amp.GradScaler):

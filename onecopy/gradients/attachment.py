@@ -1,15 +1,17 @@
 """Attached mode: an optimizer bound to the module whose gradients it reduces itself.
 
 Made by ``optimizer.attach(module)``. While it lasts, the gradients of the module's parameters are
-summed over the ranks during backward, each rank its own share, and ``param.grad`` is None.
+averaged during backward, each rank keeps those of its own shards, and ``param.grad`` is None.
+
+A backward, and the calls that follow it::
+
+    hooks  ->  _begin  ->  reducer  ->  judge  ->  averaged_gradients or gradients  ->  used_up
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,56 +21,56 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.comm.group import Part, RankGroup, do_nothing
 from onecopy.gradients.hooks import (
     DDPHooks,
-    GradientHooks,
     LazyGather,
     Local,
     ModuleHooks,
     ZeroGrad,
     has_foreign_hook,
     require_finalization,
+    require_hookable,
 )
-from onecopy.gradients.join import JoinRound, Turn
-from onecopy.gradients.norms import clip_coefficient, total_norm
+from onecopy.gradients.join import JoinParticipant, JoinRound, Turn
+from onecopy.gradients.norms import AveragedGradients
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import flat_range, is_dense
-from onecopy.planning.param_groups import ParamRegistry, gradient_dtype
-from onecopy.planning.plan import Plan, Shard
+from onecopy.planning.param_groups import check_switches
+from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
 from onecopy.sharding.all_gather import StagingLender
 from onecopy.sharding.inner import GradientsOf
 from onecopy.sharding.parameter_names import names_in
 from onecopy.sharding.sharded_params import ShardedParams
-from onecopy.torch_private import foreach_mul_, foreach_unscale_
 
 
 class Attachment:
-    """What an attached optimizer has in addition."""
+    """What an attached optimizer has in addition: the hooks on a module, and a reducer."""
+
+    # ------------------------------------------------------------------ attaching
 
     def __init__(
         self,
         module: torch.nn.Module,
         rank_group: RankGroup,
         sharded_params: ShardedParams,
+        join: JoinParticipant,
         reduce_dtype: torch.dtype | None,
         lazy_gather: bool,
-        announce: Callable[[Turn], JoinRound | None],
-        is_in_join: Callable[[], bool],
         steps: int,
     ) -> None:
-        """``announce`` tells ranks that have joined (see ``Join``) what comes; ``is_in_join`` tells
-        whether there may be any; so many ``steps`` have been taken."""
+        """``steps`` have been taken. Takes no memory yet: ``ShardedParams.rebuild`` does."""
         self._rank_group = rank_group
         self._monitor = rank_group.monitor
+        self._sharded_params = sharded_params
+        self._join = join
         self._steps = steps
         self._is_scaled = False  # while a step is taken by our scaler
-        self._sharded_params = sharded_params
-        self._announce = weakref.WeakMethod(announce)
         self._reduced = len(sharded_params.plan.buckets)  # those that no backward can have missed
         self.divides_by_all = True  # also by ranks that have joined
         self.reducer = GradientReducer(rank_group, reduce_dtype, sharded_params.inner.master_dtype)
+        self.hooks: ModuleHooks | DDPHooks
         if isinstance(module, DistributedDataParallel):
-            self.hooks: GradientHooks = DDPHooks(
-                module, self.reducer, rank_group, self.zero_grad, self._enter, is_in_join
+            self.hooks = DDPHooks(
+                module, self.reducer, rank_group, join, self._enter, self.zero_grad
             )
             modules = [module, module.module]
         else:
@@ -79,51 +81,6 @@ class Attachment:
         self._lazy = LazyGather(module, sharded_params.all_gathers) if lazy_gather else None
         sharded_params.gathers_lazily = lazy_gather
         sharded_params.follower = self
-
-    def prepare(self) -> None:
-        """Take memory. If that fails, ``detach`` undoes what has been done."""
-        self._sharded_params.rebuild()
-
-    def _begin(self) -> None:
-        """A backward of the bare module begins."""
-        if self._rank_group.world_size == 1:
-            self._sharded_params.follow_memory()  # one rank alone may have converted the module
-        join_round = self._tell_joined(Turn.BACKWARD)
-        self.reducer.judge()  # on ranks that have joined, too: it may be a second round
-        self._enter()
-        self._take_share(join_round)
-        self.reducer.begin()
-
-    def _enter(self) -> None:
-        """A backward begins, on all ranks."""
-        number = self.reducer.backwards + 1
-        self._rank_group.enter(f"in backward {number} after step {self._steps}")
-
-    def used_up(self, steps: int) -> None:
-        """The gradients were used by a step, the last of so many."""
-        self._steps = steps
-        self.reducer.clear()
-        if self._lazy is not None:
-            self._lazy.stepped()
-
-    def _tell_joined(self, turn: Turn) -> JoinRound | None:
-        announce = self._announce()
-        return announce(turn) if announce is not None else None
-
-    def shadow_backward(self, join_round: JoinRound) -> None:
-        """A backward of the others, on a rank that has joined."""
-        self.judge()
-        self._enter()
-        self._take_share(join_round)
-        self.reducer.begin()
-        self.reducer.end()
-
-    def _take_share(self, join_round: JoinRound | None) -> None:
-        world = self._rank_group.world_size
-        joined = (
-            len(join_round.borrowers) if join_round is not None and not self.divides_by_all else 0
-        )
-        self.reducer.share = 1 / (world - joined)
 
     def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """The plan, or the memory of the parameters, is another one."""
@@ -137,17 +94,90 @@ class Attachment:
         """Gradients have left its memory when parameters are gathered."""
         return self.reducer
 
+    def detach(self) -> None:
+        """Undo everything, even if a collective fails; then that is raised. If a collective of
+        this process group has failed before, nothing is waited for."""
+        sharded_params = self._sharded_params
+        sharded_params.follower, sharded_params.gathers_lazily = None, False
+        self._rank_group.when_disagreeing = do_nothing
+        if self._monitor.refusal is not None:
+            sharded_params.all_gathers.forget()
+        with contextlib.ExitStack() as undoing:  # in reverse order
+            undoing.callback(self._rank_group.local_ranks.forget)
+            undoing.callback(sharded_params.all_gathers.give_up_staging)  # it may be the reducer's
+            if self._lazy is not None:
+                undoing.callback(self._lazy.remove)
+            for patch in self._patches:
+                undoing.callback(patch.remove)
+            undoing.callback(self.hooks.remove)
+            undoing.callback(self.drop)
+
+    # ------------------------------------------------------------------ backward
+
+    def _begin(self) -> None:
+        """A backward of the bare module begins."""
+        if self._rank_group.world_size == 1:
+            self._sharded_params.follow_memory()  # one rank alone may have converted the module
+        join_round = self._join.announce(Turn.BACKWARD)
+        self.reducer.judge()  # on joined ranks, too: it may be a second round
+        self._begin_averaging(join_round)
+
+    def follow_backward(self, join_round: JoinRound) -> None:
+        """On a joined rank: a backward of the others, of which this rank has no gradients."""
+        self.judge()
+        self._begin_averaging(join_round)
+        self.reducer.end()
+
+    def _begin_averaging(self, join_round: JoinRound | None) -> None:
+        self._enter()
+        world = self._rank_group.world_size
+        if join_round is not None and not self.divides_by_all:
+            world -= len(join_round.joined)
+        self.reducer.share = 1 / world
+        self.reducer.begin()
+
+    def _enter(self) -> None:
+        """A backward begins, on all ranks."""
+        number = self.reducer.backwards + 1
+        self._rank_group.enter(f"in backward {number} after step {self._steps}")
+
+    def judge(self) -> None:
+        """Raise if the last backward has raised on any rank; its gradients are then dropped on
+        all ranks. Collective, before any other collective that follows a backward."""
+        self.finish_raised()
+        self.reducer.judge()
+
+    def finish_raised(self) -> None:
+        """If the last backward has raised on this rank, send zeros for what it has not sent: the
+        other ranks wait for that. Before any other collective."""
+        if self.hooks.has_raised:
+            if not self.reducer.is_active:
+                self.reducer.begin()
+            self.reducer.give_up()
+            self.hooks.reset()
+
+    def zero_grad(self) -> None:
+        """The user drops the gradients. Joined ranks drop them, too."""
+        if self._monitor.refusal is None:
+            self.finish_raised()
+        if self.reducer.holds_anything and self._monitor.refusal is None:
+            self._join.announce(Turn.SKIP)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        if self._monitor.refusal is None:
+            self.finish_raised()
+        self.reducer.drop()
+        self.hooks.reset()
+
+    # ------------------------------------------------------------------ using gradients
+
     def catch_up(self) -> None:
         """Parameters were added to the plan, on all ranks; their gradients are still local."""
         first, self._reduced = self._reduced, len(self._sharded_params.plan.buckets)
         if first < self._reduced:
             self.reducer.catch_up(first)
-
-    def gradients(self) -> GradientsOf:
-        """Those of this rank's pieces, bucket by bucket as they are needed, for a step."""
-        self.require_averaged()
-        self.reducer.judge()  # of what was unfrozen just now
-        return self.reducer.gradients_in
 
     def require_averaged(self) -> None:
         """Raise if a gradient is of this rank alone."""
@@ -179,116 +209,32 @@ class Attachment:
             "optimizer.full_grad() and tensor hooks; to write them, detach() the optimizer"
         )
 
-    def judge(self) -> None:
-        """Raise if the last backward has raised, on this rank or another; the gradients are then
-        dropped, and the ranks level. To be called on all ranks, before anything else together."""
-        self.give_up_raised()
-        self.reducer.judge()
+    def gradients(self) -> GradientsOf:
+        """The gradients of this rank's shards for a step, each bucket's as it is needed."""
+        self.require_averaged()
+        self.reducer.judge()  # of what was unfrozen just now
+        return self.reducer.gradients_in
 
-    def give_up_raised(self) -> None:
-        """If the last backward has raised on this rank, finish it, since the others have, before
-        anything else is done together."""
-        if self.hooks.has_raised:
-            if not self.reducer.is_active:
-                self.reducer.begin()
-            self.reducer.give_up()
-            self.hooks.reset()
-
-    def zero_grad(self) -> None:
-        """The user drops the gradients: ranks that have joined do, too."""
-        if self._monitor.refusal is None:
-            self.give_up_raised()
-        if self.reducer.holds_anything and self._monitor.refusal is None:
-            self._tell_joined(Turn.SKIP)
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget all gradients."""
-        if self._monitor.refusal is None:
-            self.give_up_raised()
-        self.reducer.drop()
-        self.hooks.reset()
-
-    def detach(self) -> None:
-        """Everything is undone even if a collective fails; then that is raised. If that has
-        happened before, nothing is waited for."""
-        sharded_params = self._sharded_params
-        sharded_params.follower, sharded_params.gathers_lazily = None, False
-        self._rank_group.when_disagreeing = do_nothing
-        if self._monitor.refusal is not None:
-            sharded_params.all_gathers.forget()
-        with contextlib.ExitStack() as undoing:  # in reverse order
-            undoing.callback(self._rank_group.local_ranks.forget)
-            undoing.callback(sharded_params.all_gathers.give_up_staging)  # it may be the reducer's
-            if self._lazy is not None:
-                undoing.callback(self._lazy.remove)
-            for patch in self._patches:
-                undoing.callback(patch.remove)
-            undoing.callback(self.hooks.remove)
-            undoing.callback(self.drop)
-
-    # ------------------------------------------------------------------ looking at gradients
-
-    def _settle(self) -> None:
-        """Before looking at gradients: until all are here."""
+    def averaged_gradients(self) -> AveragedGradients:
+        """The gradients of this rank's shards, all of which have arrived."""
         self.judge()
         self.reducer.settle()
+        return AveragedGradients(
+            self._rank_group,
+            self._sharded_params.plan,
+            self._sharded_params.registry.params,
+            self._sharded_params.inner.master_dtype,
+            self.reducer.present,
+            [owned.shard for owned in self._sharded_params.inner.shards],
+            self.reducer.gradients(),
+        )
 
-    def _held_in(self, index: int) -> torch.dtype:
-        """The dtype of a parameter's gradient, as the ranks hold it."""
-        param = self._sharded_params.registry.params[index]
-        return gradient_dtype(param, self._sharded_params.inner.master_dtype)
-
-    def norm(self, norm_type: float) -> torch.Tensor:
-        self._settle()
-        shards = [owned.shard for owned in self._sharded_params.inner.shards]
-        gradients, present = self.reducer.gradients(), self.reducer.present
-        dtypes = {self._held_in(index).to_real() for index in present}
-        # A narrow norm, as torch's of narrow gradients, would cost digits for nothing.
-        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        return total_norm(self._rank_group, shards, gradients, present, norm_type).to(dtype)
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        norm = self.norm(norm_type)
-        coefficient = clip_coefficient(norm, max_norm, error_if_nonfinite)
-        self.scale(coefficient)
-        return norm
-
-    @torch.no_grad()
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients, which have been settled."""
-        for gradients in self._alike():
-            foreach_mul_(gradients, factor.to(gradients[0].device))
-
-    def _alike(self) -> Iterable[list[torch.Tensor]]:
-        """The gradients of this rank, in lists of one device and dtype. Complex numbers are pairs
-        of real ones: torch's kernels for scaling know those only."""
-        lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for grad in self.reducer.gradients():
-            if grad is not None and grad.numel():
-                real = torch.view_as_real(grad) if grad.is_complex() else grad
-                lists.setdefault((real.device, real.dtype), []).append(real)
-        return lists.values()
-
-    @torch.no_grad()
-    def unscale(self, inv_scale: torch.Tensor | float, allow_fp16: bool) -> torch.Tensor:
-        """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN."""
-        self._settle()
-        held_in = {self._held_in(index).to_real() for index in self.reducer.present}
-        if torch.float16 in held_in and not allow_fp16:
-            raise ValueError(
-                "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
-                "the optimizer with master_dtype=torch.float32, or keep the parameters in float32 "
-                "and use torch.autocast"
-            )
-        verdict = torch.zeros(1, device=self._rank_group.control_device)
-        for gradients in self._alike():
-            found = torch.zeros(1, device=gradients[0].device)
-            inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=found.device)
-            foreach_unscale_(gradients, found, inverse)
-            verdict = torch.maximum(verdict, found.to(verdict.device))
-        self._rank_group.maximum(verdict).wait()
-        return verdict
+    def used_up(self, steps: int) -> None:
+        """A step, the last of ``steps``, has used the gradients."""
+        self._steps = steps
+        self.reducer.clear()
+        if self._lazy is not None:
+            self._lazy.stepped()
 
     @contextlib.contextmanager
     def scaled(self) -> Iterator[None]:
@@ -300,51 +246,30 @@ class Attachment:
             self._is_scaled = False
 
     def require_our_scaler(self) -> None:
+        """Raise if a step is taken by another scaler."""
         if not self._is_scaled:
             raise RuntimeError(
                 "torch.amp.GradScaler looks at param.grad, which is None while the optimizer is "
                 "attached. Use onecopy.GradScaler, which is the same otherwise"
             )
 
-    @torch.no_grad()
-    def full_gradient(self, index: int) -> torch.Tensor | None:
-        """The averaged gradient of a parameter, on all ranks. Collective."""
-        self._settle()
-        if index not in self.reducer.present:
-            return None
-        plan, param = self._sharded_params.plan, self._sharded_params.registry.params[index]
-        whole = torch.empty_like(param, dtype=self._held_in(index))
-        whole = whole if is_dense(param) else whole.contiguous()
-        gradients = self.reducer.gradients()
-        for owned, grad in zip(self._sharded_params.inner.shards, gradients, strict=True):
-            if owned.shard.param == index and grad is not None:
-                flat = flat_range(whole, owned.shard.start, owned.shard.stop)
-                flat.copy_(flat_range(grad, 0, grad.numel()))
-        self._rank_group.share(
-            [
-                Part(shard.rank, flat_range(whole, shard.start, shard.stop))
-                for shard in _pieces_of(plan, index)
-            ]
-        ).wait()
-        return whole
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of this rank's gradients, besides ``param.grad``."""
+        return self.reducer.roadway.slot_bytes + self.reducer.accumulated_bytes
 
 
-def _pieces_of(plan: Plan, index: int) -> list[Shard]:
-    """The pieces of a parameter, of all ranks."""
-    return [
-        shard
-        for bucket in range(len(plan.buckets))
-        if any(segment.param == index for segment in plan.segments(bucket))
-        for rank in range(plan.world_size)
-        for shard in plan.shards_in(bucket, rank)
-        if shard.param == index and shard.numel
-    ]
+# -------------------------------------------------------------------------- before attaching
 
 
 def require_attachable(
-    module: Any, registry: ParamRegistry, plan: Plan, user_group: Any, reduce_dtype: Any
+    module: Any,
+    sharded_params: ShardedParams,
+    rank_group: RankGroup,
+    reduce_dtype: Any,
+    lazy_gather: Any,
 ) -> None:
-    """Raise if a module cannot be attached to, with the reason."""
+    """Raise if ``attach`` cannot work with these arguments, with the reason."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach(...) takes a module, got {type(module).__name__}")
     if reduce_dtype is not None and not (
@@ -353,51 +278,62 @@ def require_attachable(
         raise TypeError(
             f"reduce_dtype must be a floating point dtype or None, got {shown(reduce_dtype)}"
         )
+    registry = sharded_params.registry
     ours = set(registry.params)
-    theirs = names_in(module)
-    foreign = [n for p, n in theirs.items() if p.requires_grad and p not in ours]
+    names = names_in(module)
+    foreign = [name for p, name in names.items() if p.requires_grad and p not in ours]
     if foreign:
         raise ValueError(
             f"the module has trainable parameters that this optimizer does not have: "
-            f"{_some(foreign)}. Nobody would average their gradients: build the optimizer on all "
+            f"{_listed(foreign)}. Nobody would average their gradients: build the optimizer on all "
             "parameters of the module, or freeze them"
         )
-    outside = [entry.name for entry in registry.planned(plan) if entry.param not in theirs]
+    outside = [e.name for e in registry.planned(sharded_params.plan) if e.param not in names]
     if outside:
         raise ValueError(
-            f"the optimizer has parameters that are not in the module: {_some(outside)}. Attach it "
-            "to a module that holds all of them"
+            f"the optimizer has parameters that are not in the module: {_listed(outside)}. Attach "
+            "it to a module that holds all of them"
         )
     if ZeroGrad.is_on(module):
         raise ValueError("another optimizer is attached to this module: call its detach() first")
     if isinstance(module, DistributedDataParallel):
-        complex_ones = [n for p, n in theirs.items() if p.is_complex()]
-        if complex_ones:
-            raise ValueError(
-                f"DDP hands over the gradients of complex parameters ({_some(complex_ones)}) in "
-                "parts only: attach to the bare module"
-            )
-        if has_foreign_hook(module):
-            raise ValueError(
-                "the DDP module has a communication hook already, and can have only one. Attach "
-                "before, or instead of, register_comm_hook(...)"
-            )
-        require_finalization(module)
-        ranks = dist.get_process_group_ranks(module.process_group)
-        if ranks != dist.get_process_group_ranks(user_group):
-            raise ValueError(
-                f"the DDP module averages over ranks {ranks}, the optimizer is sharded over "
-                f"{dist.get_process_group_ranks(user_group)}: give both the same process_group"
-            )
+        _require_attachable_ddp(module, names, rank_group.user_group)
+    check_switches(lazy_gather=lazy_gather)
+    if lazy_gather:
+        require_hookable(module)
+    sharded_params.require_same_form()
 
 
-def _some(names: Sequence[str]) -> str:
+def _require_attachable_ddp(
+    ddp: DistributedDataParallel, names: dict[torch.Tensor, str], user_group: Any
+) -> None:
+    complex_ones = [name for param, name in names.items() if param.is_complex()]
+    if complex_ones:
+        raise ValueError(
+            f"DDP hands over the gradients of complex parameters ({_listed(complex_ones)}) in "
+            "parts only: attach to the bare module"
+        )
+    if has_foreign_hook(ddp):
+        raise ValueError(
+            "the DDP module has a communication hook already, and can have only one. Attach "
+            "before, or instead of, register_comm_hook(...)"
+        )
+    require_finalization(ddp)
+    ranks, ours = map(dist.get_process_group_ranks, (ddp.process_group, user_group))
+    if ranks != ours:
+        raise ValueError(
+            f"the DDP module averages over ranks {ranks}, the optimizer is sharded over {ours}: "
+            "give both the same process_group"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
 @torch.no_grad()
-def send_from_first_rank(rank_group: RankGroup, module: torch.nn.Module) -> None:
-    """Parameters and buffers of rank 0 to all ranks, as DDP does it."""
+def broadcast_module(rank_group: RankGroup, module: torch.nn.Module) -> None:
+    """Send parameters and buffers of rank 0 to all ranks, as DDP does."""
     tensors = [*names_in(module), *module.buffers()]
     for tensor in {id(t): t for t in tensors}.values():
         memory = tensor.detach()

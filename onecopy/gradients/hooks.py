@@ -1,4 +1,11 @@
-"""Hooks on the user's module: DDP's communication hook, parameter hooks, waits before forwards."""
+"""Hooks on the user's module, by which gradients come to the reducer while backward runs.
+
+``ModuleHooks`` (of a bare module) and ``DDPHooks`` have the same methods: they call
+``GradientReducer.begin``, ``arrived`` for every gradient and ``end``, each once per backward.
+``LazyGather`` waits for parameters before forwards. ``hook_with_zero_step`` steps inside backward.
+
+All hooks hold the optimizer weakly, and hooks of copied modules do nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +16,9 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +27,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm.group import RankGroup, average_as_ddp
+from onecopy.gradients.join import JoinParticipant
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import is_dense
 from onecopy.planning.plan import Plan
@@ -85,8 +93,8 @@ class ZeroGrad(PatchedMethod):
 
 
 class AfterJoinHook(PatchedMethod):
-    """``join_hook`` of a DDP module, for ``Join``: what DDP does on a rank that has run out of
-    inputs, and then something of ours, before the next of those that take part has its turn."""
+    """``join_hook`` of a DDP module, for ``Join``, that calls ``then`` after what DDP does on a
+    joined rank, and before the next joinable has its turn."""
 
     name = "join_hook"
 
@@ -95,12 +103,12 @@ class AfterJoinHook(PatchedMethod):
         self._then = then
 
     def __call__(self, **kwargs: Any) -> JoinHook:
-        ddp = self._module()  # it is asked for its hook, so it exists
-        return _Followed(self._of_class(ddp)(**kwargs), self._then)
+        ddp = self._module()  # Join has just called it, so it exists
+        return _JoinHookAndThen(self._of_class(ddp)(**kwargs), self._then)
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed(JoinHook):
+class _JoinHookAndThen(JoinHook):
     hook: JoinHook
     then: Callable[[], None]
 
@@ -112,9 +120,6 @@ class _Followed(JoinHook):
         self.hook.post_hook(is_last_joiner)
 
 
-_requires_grad = operator.attrgetter("requires_grad")
-
-
 class Local(enum.Enum):
     """Why ``param.grad`` is not None when a step is taken."""
 
@@ -124,54 +129,34 @@ class Local(enum.Enum):
     WRITTEN = enum.auto()  # by the user, or by a backward before the optimizer was attached
 
 
-class GradientHooks(Protocol):
-    """What feeds a reducer with gradients."""
-
-    def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Feed the gradients of these parameters, by their position."""
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards in here accumulate gradients in ``param.grad`` of this rank."""
-
-    def reset(self) -> None:
-        """Forget a backward that did not come to its end."""
-
-    def start_over(self) -> None:
-        """The same after a backward that raised on some rank, on all ranks."""
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether a backward, of which the other ranks send gradients, has begun and not ended."""
-
-    def remove(self) -> None:
-        """Feed nothing any more."""
-
-    @property
-    def why_local(self) -> Local:
-        """Why a parameter has a gradient that the reducer has not taken."""
-
-    @property
-    def foreign_bytes(self) -> int:
-        """Gradient memory of whoever feeds."""
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """To be called during a backward; raises ``RuntimeError`` elsewhere."""
-    queue_callback(callback)
-
-
 def after_ddp(callback: Callable[[], None]) -> None:
     """To be called by a communication hook: run when DDP has put the gradients back into
     ``param.grad``. DDP does that in a callback that is queued after this one: what a callback
     queues in its turn comes last."""
-    at_end_of_backward(lambda: at_end_of_backward(callback))
+    queue_callback(lambda: queue_callback(callback))
+
+
+def _hook_gradient(
+    param: torch.Tensor, index: int, hook: Callable[[int, torch.Tensor], None]
+) -> Any:
+    """The handle of a hook that is called with the index and the parameter when ``param.grad``
+    has been computed."""
+    register: Any = param.register_post_accumulate_grad_hook
+    return register(functools.partial(hook, index))
+
+
+def _of_copied_module(cls: Any) -> Any:
+    """The object that the hooks of a copied module are bound to: they do nothing."""
+    hooks = cls.__new__(cls)
+    hooks._is_removed = True
+    return hooks
 
 
 # -------------------------------------------------------------------------- a bare module
 
 
 class ModuleHooks:
-    """Hooks on parameters.
+    """Hooks on the parameters and the output of a bare module.
 
     The end of backward is queued when the gradient of the module's output is computed, which is
     first of all. Why not from the hook of a parameter: inside a checkpointed part that would be the
@@ -183,13 +168,17 @@ class ModuleHooks:
         module: torch.nn.Module,
         reducer: GradientReducer,
         begin: Callable[[], None],
-        abandon: Callable[[], None],
+        drop: Callable[[], None],
     ) -> None:
+        """``begin`` is called when the first gradient of a backward arrives, ``drop`` at a forward
+        that follows a backward that has raised."""
+        self._is_removed = False
         self._reducer = reducer
         self._begin = begin
-        self._abandon = abandon
+        self._drop = drop
         self._syncs = True
-        self._has_unsynced = False  # gradients of a backward inside no_sync, after the last outside
+        # Whether gradients of a backward inside no_sync() came after the last backward outside.
+        self._has_unsynced = False
         self._is_inside_ddp = False  # as of the last forward
         self._is_queued = False
         self._params: Sequence[torch.Tensor] = ()
@@ -199,6 +188,7 @@ class ModuleHooks:
         self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Pass on the gradients of these parameters, by their position."""
         self._params = params
         for handle in self._early:
             handle.remove()
@@ -206,16 +196,16 @@ class ModuleHooks:
         arrived = self._arrived  # one object for all of them
         for index, param in enumerate(params):
             if param.requires_grad and index not in self._hooked:
-                hook = functools.partial(arrived, index)
-                register: Any = param.register_post_accumulate_grad_hook
-                self._handles.append(register(hook))
+                self._handles.append(_hook_gradient(param, index, arrived))
                 self._hooked.add(index)
 
     # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
     @disable_dynamo
     def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
-        if not in_backward() and self._is_open:
-            self._abandon()  # the last backward has raised and never came to its end
+        if self._is_removed:
+            return
+        if not in_backward() and (self._is_queued or self._reducer.is_active):
+            self._drop()  # the last backward has raised and never came to its end
         if torch.is_grad_enabled():
             self._is_inside_ddp = is_in_forward_of_ddp()
             for tensor in _tensors(output):
@@ -223,15 +213,11 @@ class ModuleHooks:
                     register: Any = tensor.register_hook
                     register(self._begins)
 
-    @property
-    def _is_open(self) -> bool:
-        return self._is_queued or self._reducer.is_active
-
     def _begins(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
             with self._beginning:
                 if not self._is_queued:  # no other thread was first
-                    at_end_of_backward(self._ended)
+                    queue_callback(self._ended)
                     self._is_queued = True
 
     def _arrived(self, index: int, param: torch.Tensor) -> None:
@@ -253,24 +239,24 @@ class ModuleHooks:
         if not self._syncs:
             self._reducer.accumulate(index, param)
 
-    def _watch_unfrozen(self) -> None:
-        """Accumulate also the gradients of parameters that were unfrozen since the last step, which
-        plans them."""
-        if len(self._hooked) < len(self._params) and self._reducer.accumulates:
-            for handle in self._early:
-                handle.remove()
-            unplanned = set(range(len(self._params))) - self._hooked
-            self._early = _hooked(self._params, unplanned, self._accumulates)
-
     def _ended(self) -> None:
         self._is_queued = False
-        # A backward that reached none of the parameters, as of a gradient penalty, is not ours.
+        # A backward that reached none of the parameters, as of a gradient penalty, is none.
         if self._reducer.is_active:
             self._reducer.end()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._watch_unfrozen()
+        """In this context gradients stay on this rank, and accumulate."""
+        # Also those of parameters that were unfrozen since the last step, which plans them.
+        if len(self._hooked) < len(self._params) and self._reducer.accumulates:
+            for handle in self._early:
+                handle.remove()
+            self._early = [
+                _hook_gradient(param, index, self._accumulates)
+                for index, param in enumerate(self._params)
+                if param.requires_grad and index not in self._hooked
+            ]
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -278,60 +264,40 @@ class ModuleHooks:
             self._syncs = before
 
     def reset(self) -> None:
+        """The gradients of all backwards so far are dropped."""
         self._is_queued = self._has_unsynced = False
 
     def start_over(self) -> None:
+        """A backward has raised on some rank: forget it, on all ranks."""
         self._is_queued = False
 
     @property
     def why_local(self) -> Local:
+        """Why a parameter has a gradient that the reducer has not taken."""
         if self._is_inside_ddp:
             return Local.INSIDE_DDP
         return Local.NO_SYNC if self._has_unsynced else Local.WRITTEN
 
     @property
     def has_raised(self) -> bool:
+        """Whether a backward has begun and not ended, of which the other ranks send gradients."""
         return self._reducer.is_active and not in_backward()
+
+    @property
+    def ddp_bytes(self) -> int:
+        """Memory of DDP's buckets."""
+        return 0
 
     def remove(self) -> None:
         for handle in [*self._handles, *self._early]:
             handle.remove()
         self._handles, self._early = [], []
 
-    @property
-    def foreign_bytes(self) -> int:
-        return 0
-
-    def __deepcopy__(self, _: Any) -> ModuleHooks:
-        """A copied module has copies of the hooks: they feed nobody."""
-        return _NoHooks()
+    def __deepcopy__(self, _: Any) -> Any:
+        return _of_copied_module(ModuleHooks)
 
     def __reduce__(self) -> Any:
-        return _NoHooks, ()
-
-
-def _hooked(
-    params: Sequence[torch.Tensor], indices: Iterable[int], hook: Callable[[int, Any], None]
-) -> list[Any]:
-    """Handles of hooks on those of the parameters that are trained."""
-    handles = []
-    for index in indices:
-        if params[index].requires_grad:
-            register: Any = params[index].register_post_accumulate_grad_hook
-            handles.append(register(functools.partial(hook, index)))
-    return handles
-
-
-class _NoHooks(ModuleHooks):
-    def __init__(self) -> None:
-        self._syncs = False
-
-    def _arrived(self, index: int, param: torch.Tensor) -> None:
-        pass
-
-    @property
-    def _is_open(self) -> bool:
-        return False
+        return _of_copied_module, (ModuleHooks,)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -352,8 +318,8 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class _CommHook:
-    """The communication hook of a DDP module, which can never be taken away again: it feeds who
-    is attached, and with nobody attached averages as DDP itself does."""
+    """The communication hook of a DDP module, which can never be removed. It passes buckets to the
+    hooks of the optimizer that is attached; without one it averages them as DDP itself does."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.hooks: DDPHooks | None = None
@@ -420,38 +386,38 @@ class DDPHooks:
         ddp: DistributedDataParallel,
         reducer: GradientReducer,
         rank_group: RankGroup,
-        abandon: Callable[[], None],
+        join: JoinParticipant,
         enter: Callable[[], None],
-        is_in_join: Callable[[], bool],
+        drop: Callable[[], None],
     ) -> None:
-        """``enter`` is called when a backward begins, on all ranks; ``is_in_join`` tells whether
-        some may have run out of inputs."""
+        """``enter`` is called when a backward begins, on all ranks, and ``drop`` at a forward that
+        follows a backward that has raised."""
         if ddp not in _comm_hooks:
             _comm_hooks[ddp] = _CommHook(ddp)
         self._of_ddp = weakref.ref(ddp)  # which holds on to this through its hook
-        self._switch = _comm_hooks[ddp]
-        self._switch.hooks = self
+        self._comm_hook = _comm_hooks[ddp]
+        self._comm_hook.hooks = self
         self._reducer = reducer
-        self._enter = enter
         self._rank_group = rank_group
+        self._join = join
+        self._enter = enter
+        self._drop = drop
         self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
         self._accumulating: dict[int, Any] = {}  # handles of hooks, by parameter
         self._were_trained: list[bool] = []  # by parameter, when hooks were put on them last
         self._is_queued = False
-        self._abandon = abandon
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
         # When the optimizer was attached, for errors.
         self._trained = [param for param in ddp.parameters() if param.requires_grad]
         self._has_unsynced = False  # a forward inside no_sync came after the last backward outside
-        self._is_in_join = weakref.WeakMethod(is_in_join)
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
-        self._joining = AfterJoinHook(ddp, self._finish_joined)
+        self._after_join_hook = AfterJoinHook(ddp, self._finish_joined)
 
     def _before_forward(self, *_: Any) -> None:
         if self.has_raised or (self._must_start_over and not in_backward()):
-            self._abandon()
+            self._drop()
         self._has_ended = False
         ddp: Any = self._of_ddp()
         require_finalization(ddp)  # it may have been set since
@@ -462,26 +428,24 @@ class DDPHooks:
 
     def _watch_no_sync(self) -> None:
         """Hook parameters that are trained and have no hook yet."""
-        are_trained = list(map(_requires_grad, self._params))
+        are_trained = list(map(operator.attrgetter("requires_grad"), self._params))
         if are_trained == self._were_trained:
             return
         self._were_trained = are_trained
         for index, param in enumerate(self._params):
             if param.requires_grad and index not in self._accumulating:
-                register: Any = param.register_post_accumulate_grad_hook
-                hook = functools.partial(self._accumulates, index)
-                self._accumulating[index] = register(hook)
+                self._accumulating[index] = _hook_gradient(param, index, self._accumulates)
 
     def _accumulates(self, index: int, param: torch.Tensor) -> None:
         ddp: Any = self._of_ddp()
-        # DDP averages a backward if its forward was outside of no_sync(). If that is mistaken for
-        # the contrary, nothing is lost: DDP delivers a zero, to which this is added.
+        # DDP averages a backward if its forward was outside of no_sync(). If the forward is taken
+        # for one inside, nothing is lost: DDP delivers a zero, to which this is added.
         if ddp is not None and not ddp.require_forward_param_sync:
             self._reducer.accumulate(index, param)
 
     @property
     def has_raised(self) -> bool:
-        """Also if no bucket of DDP's was full when it did."""
+        """Whether a backward has begun and not ended, even if no bucket of DDP was full."""
         if in_backward():
             return False
         ddp = self._of_ddp()
@@ -496,12 +460,13 @@ class DDPHooks:
         self._index = {param: index for index, param in enumerate(params)}
 
     def take(self, bucket: GradBucket) -> None:
+        """A bucket of DDP is full."""
         if not self._reducer.is_active:
             self._has_unsynced = False
             try:
                 after_ddp(self._ended)
                 self._is_queued = True
-            except RuntimeError:  # no backward: this rank has run out of inputs and only joins in
+            except RuntimeError:  # no backward: this rank has joined
                 self._is_queued = False
             self._enter()
             self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
@@ -517,18 +482,17 @@ class DDPHooks:
             self._reducer.end(present=set())
 
     def _ddp_waits_for_joined(self) -> bool:
-        """Whether DDP's own end of a backward waits for ranks that have joined.
+        """Whether DDP's own end of a backward waits for joined ranks.
 
-        Why that matters: to find unused parameters it asks all ranks, and those that have joined
-        answer when the hook has returned. If that waited for a bucket of a rank that DDP keeps
-        waiting, neither would ever go on. So buckets leave when DDP is through.
+        Why that matters: to find unused parameters DDP asks all ranks, and joined ranks answer
+        when the hook has returned. If the hook waited for a bucket of a rank that waits for DDP,
+        neither would ever go on. So buckets are sent when DDP has finished.
         """
         ddp: Any = self._of_ddp()
-        is_in_join = self._is_in_join()
-        return bool(ddp.find_unused_parameters and is_in_join is not None and is_in_join())
+        return bool(ddp.find_unused_parameters and self._join.is_active)
 
     def _finish_joined(self) -> None:
-        """DDP is through with a backward of the others, on a rank that has run out of inputs."""
+        """DDP has finished a backward of the others, on a joined rank."""
         if self._reducer.is_active and not self._is_queued:
             self._reducer.end(present=set())
 
@@ -549,12 +513,14 @@ class DDPHooks:
             self._params[index].grad = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """In this context gradients stay on this rank, and accumulate."""
         ddp: Any = self._of_ddp()
         context: contextlib.AbstractContextManager[None] = ddp.no_sync()
         return context
 
     @property
     def why_local(self) -> Local:
+        """Why a parameter has a gradient that the reducer has not taken."""
         if self._has_unsynced:
             return Local.NO_SYNC
         reduced = reduced_parameters(self._of_ddp()) or self._trained
@@ -563,13 +529,14 @@ class DDPHooks:
         return Local.WRITTEN
 
     def reset(self) -> None:
+        """The gradients of all backwards so far are dropped."""
         self._is_queued, self._has_ended = False, True
         self._has_unsynced = False
         if self._must_start_over:
             self.start_over()
 
     def start_over(self) -> None:
-        """DDP goes on after a backward that raised if its reducer starts over. It then orders its
+        """After a backward that raised DDP goes on if its reducer starts over. It then orders its
         buckets anew, which is collective: hence on all ranks."""
         self._is_queued, self._has_ended = False, True
         # Inside a backward DDP's reducer is locked: it has to wait.
@@ -586,13 +553,13 @@ class DDPHooks:
     def remove(self) -> None:
         self._stop_watching()
         self._handle.remove()
-        self._joining.remove()
-        if self._switch.hooks is self:
-            self._switch.hooks = None
+        self._after_join_hook.remove()
+        if self._comm_hook.hooks is self:
+            self._comm_hook.hooks = None
 
     @property
-    def foreign_bytes(self) -> int:
-        """Those of DDP's buckets, which it keeps unless it allocates them for each backward (an
+    def ddp_bytes(self) -> int:
+        """Memory of DDP's buckets, which it keeps unless it allocates them for each backward (an
         option of torch 2.15 and later)."""
         if getattr(self._of_ddp(), "lazy_bucket_allocation", False) and not in_backward():
             return 0
@@ -600,18 +567,25 @@ class DDPHooks:
         return sum(param.numel() * param.element_size() for param in trained)
 
 
+# -------------------------------------------------------------------------- lazy all-gathers
+
+
 class LazyGather:
-    """Hooks on a module and all modules in it."""
+    """Hooks on a module and its children that wait for all-gathers before a forward.
+
+    The first forward is observed: a module whose own hook did not run in it is waited for by the
+    modules around it. Until then, and outside of training, every module waits for all buckets.
+    """
 
     def __init__(self, module: torch.nn.Module, all_gathers: AllGatherQueue) -> None:
-        self._gatherer = all_gathers
-        self._own: dict[torch.nn.Module, set[int]] = {}  # of each module's own parameters
+        self._is_removed = False
+        self._all_gathers = all_gathers
+        self._own: dict[torch.nn.Module, set[int]] = {}  # buckets of each module's own parameters
         self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
         self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
-        # The others, for ever. A dict, because torch 2.6 cannot trace a look into a set.
+        # The others, for ever. A dict, because torch 2.6 cannot trace `in` of a set.
         self._not_fired: dict[torch.nn.Module, None] = {}
         self._knows = False  # which modules' forwards are called
-        self._waits = True
         self._root_has_waited = False  # for its buckets, since the last step
         self._root = module
         self._handles: list[Any] = [
@@ -641,13 +615,13 @@ class LazyGather:
         self._root_has_waited = False
 
     def stepped(self) -> None:
-        """Gathers are under way again."""
+        """All-gathers are in flight again."""
         self._root_has_waited = False
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         # A wait inside compiled code breaks its graph. So the root waits for modules that are
         # compiled, unless one was called uncompiled before: the root then leaves it to the module.
-        if not self._waits or (
+        if self._is_removed or (
             torch.compiler.is_compiling()
             and self._root_has_waited
             and module is not self._root
@@ -663,13 +637,13 @@ class LazyGather:
         if not self._knows:
             self._fired.add(module)
         trains = self._knows and module.training and torch.is_grad_enabled()
-        self._gatherer.wait(self._buckets.get(module) if trains else None)
+        self._all_gathers.wait(self._buckets.get(module) if trains else None)
         if module is self._root:
             self._root_has_waited = True
 
     @disable_dynamo
     def _after_all(self, *_: Any) -> None:
-        if not self._knows:
+        if not self._is_removed and not self._knows:
             # A module that was not called once may be compiled: it never waits for itself.
             self._not_fired |= dict.fromkeys(self._own.keys() - self._fired)
             self._buckets = {
@@ -683,41 +657,26 @@ class LazyGather:
             self._knows = True
 
     def _before_state_dict(self, *_: Any) -> None:
-        self._gatherer.wait()
+        if not self._is_removed:
+            self._all_gathers.wait()
 
-    def __deepcopy__(self, _: Any) -> LazyGather:
-        """A copied module has copies of the hooks: its parameters are all there."""
-        self._gatherer.wait()
-        return _NoWaits()
+    def __deepcopy__(self, _: Any) -> Any:
+        self._all_gathers.wait()
+        return _of_copied_module(LazyGather)
 
     def __reduce__(self) -> Any:
-        self._gatherer.wait()
-        return _NoWaits, ()
+        self._all_gathers.wait()
+        return _of_copied_module, (LazyGather,)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._gatherer.wait()
-
-
-class _NoWaits(LazyGather):
-    """Of a module that nobody gathers for."""
-
-    def __init__(self) -> None:
-        self._gatherer = _Nothing()
-        self._waits = False
-        self._knows = True
-
-
-class _Nothing(AllGatherQueue):
-    """Has everything."""
-
-    def __init__(self) -> None:
-        self._launched = {}
+        self._all_gathers.wait()
 
 
 def require_hookable(module: torch.nn.Module) -> None:
+    """Raise if hooks may not run, which ``lazy_gather`` needs."""
     for each in module.modules():
         if is_compiled(each):
             raise ValueError(
@@ -726,43 +685,46 @@ def require_hookable(module: torch.nn.Module) -> None:
             )
 
 
+# -------------------------------------------------------------------------- steps inside backward
+
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-
-
-class SteppedInBackward(Protocol):
-    """A ``ZeroRedundancyOptimizer``, as the communication hooks of this module use it."""
-
-    process_group: Any
-    _steps_in_backward: bool
-
-    def _step_in_backward(self) -> None: ...
-    def _take_part_joined(self) -> None: ...
 
 
 def hook_with_zero_step(
     hook: Hook,
     ddp: DistributedDataParallel,
-    zero: SteppedInBackward,
+    zero: Any,
     shard_buckets: bool = False,
 ) -> Hook:
-    """A communication hook that averages with ``hook`` and then steps ``zero``::
+    """Return a DDP communication hook that averages with ``hook`` and then steps ``zero``.
+
+    The step happens at the end of backward, when DDP has averaged all gradients. ``zero.step()``
+    does nothing.
+
+    Args:
+        hook (Callable): a communication hook that averages a bucket, for example torch's
+            ``allreduce_hook``.
+        ddp (DistributedDataParallel): the module to register the returned hook with.
+        zero (ZeroRedundancyOptimizer): built on the parameters of ``ddp``, with
+            ``overlap_with_ddp=True``.
+        shard_buckets (bool): accepted for compatibility. Shards are even either way.
+
+    Raises:
+        ValueError: if ``zero`` was built without ``overlap_with_ddp=True``, or for other ranks
+            than ``ddp``.
+
+    Example::
 
         zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
-
-    Args:
-        hook: averages a bucket, for example torch's ``allreduce_hook``.
-        ddp: the module to register the result with.
-        zero: built on the parameters of ``ddp``, with ``overlap_with_ddp=True``.
-        shard_buckets: accepted for compatibility. The plan is even either way.
     """
     del shard_buckets
     _require_partners(ddp, zero)
-    AfterJoinHook(ddp, zero._take_part_joined)
+    AfterJoinHook(ddp, zero._run_joined)
 
     def step_after(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(state, bucket)
-        # A rank that has run out of inputs is in no backward: its turn comes when DDP is through.
+        # A joined rank is in no backward: it steps when DDP has finished.
         if bucket.is_last() and in_backward():
             after_ddp(zero._step_in_backward)
         return future
@@ -777,20 +739,19 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook,
     ddp: DistributedDataParallel,
-    zero: SteppedInBackward,
+    zero: Any,
     shard_buckets: bool = False,
 ) -> Hook:
-    """The same as :func:`hook_with_zero_step`: the gathers of the step overlap each other, and
-    nothing waits on a thread that communication needs."""
+    """The same as :func:`hook_with_zero_step`, whose all-gathers overlap the update already."""
     return hook_with_zero_step(hook, ddp, zero, shard_buckets)
 
 
 def _require_partners(ddp: Any, zero: Any) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
-    if not hasattr(zero, "_steps_in_backward"):
+    if not hasattr(zero, "_overlaps_with_ddp"):
         raise TypeError(f"zero must be onecopy's optimizer, got {type(zero).__name__}")
-    if not zero._steps_in_backward:
+    if not zero._overlaps_with_ddp:
         raise ValueError(
             "the optimizer does not step inside backward: build it with overlap_with_ddp=True"
         )

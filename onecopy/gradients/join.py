@@ -1,10 +1,14 @@
 """Uneven inputs: ``torch.distributed.algorithms.Join``.
 
-A rank that has run out of inputs still owns its pieces, and they must follow the gradient that the
-others compute. DDP keeps that gradient from it. So while some rank has joined, the lowest rank
-that has not lends each joined rank the gradients of its pieces, and its own options, because a
-joined rank's scheduler no longer moves. (An attached optimizer needs to borrow options only: its
-gradients are reduced to their owners, wherever they are.)
+A rank that has run out of inputs, a joined rank, still owns its shards, and they must follow the
+gradient that the other ranks compute. DDP keeps that gradient from it. So while some rank has
+joined, the lowest rank that has not, the source, sends each joined rank the gradients of its
+shards, and its own options, because the scheduler of a joined rank no longer runs. (An attached
+optimizer needs only the options: its gradients are reduced to their owners on all ranks.)
+
+To be read in the order of a turn: ``JoinParticipant.announce`` on the ranks that go on and
+``JoinParticipant.follow`` on those that have joined meet in ``find_round``; then all ranks call
+``follow_source`` and, in a step, ``send_gradients``.
 """
 
 from __future__ import annotations
@@ -12,38 +16,24 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from onecopy.comm.agreement import DIGEST_BYTES, RanksDisagree, difference
 from onecopy.comm.group import RankGroup
 from onecopy.comm.transfer import NotPlain, decode, encode, receive_tensors, send_tensors
+from onecopy.gradients.reducer import GradientsDropped
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense
 from onecopy.planning.param_groups import grad_dtype
-from onecopy.planning.plan import Plan, Shard
+from onecopy.planning.plan import Plan
 from onecopy.planning.text import name_ranks
 from onecopy.planning.traits import options_of
-
-_NONE, _DENSE, _SPARSE = "n", "d", "s"
-
-
-class OptimizerJoinHook(JoinHook):
-    """Takes a joined rank's part whenever the ranks that go on step."""
-
-    def __init__(self, take_part: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._take_part = take_part
-        self._leave = leave
-
-    def main_hook(self) -> None:
-        self._take_part()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        del is_last_joiner
-        self._leave()
+from onecopy.torch_private import join_config, leave_join
 
 
 class Turn(enum.Enum):
@@ -51,7 +41,7 @@ class Turn(enum.Enum):
 
     STEP = b"s"
     SKIP = b"k"  # no step: a scaler has found an infinity, or the gradients are dropped
-    LOOK = b"l"  # at gradients of which every rank has a part: norm, clipping, unscaling
+    INSPECT = b"l"  # a function of all gradients: norm, clipping, unscaling, a full gradient
     BACKWARD = b"b"  # of an attached bare module, of which nobody else tells the joined ranks
     JOINED = b"j"  # whatever the others do
 
@@ -61,155 +51,205 @@ _TURNS = {turn.value for turn in Turn}
 
 @dataclass(frozen=True, slots=True)
 class JoinRound:
-    """Who lends to whom in this turn. On all ranks of a turn in which somebody has joined."""
+    """A turn in which some ranks have joined, and which rank sends them what they need."""
 
     turn: Turn
-    lender: int
-    borrowers: tuple[int, ...]
+    source: int
+    joined: tuple[int, ...]
+
+
+class JoinParticipant:
+    """What an optimizer does inside ``Join``. It holds the optimizer weakly."""
+
+    def __init__(self, optimizer: Joinable, rank_group: RankGroup) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._rank_group = rank_group
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this is a ``Join`` context, in which ranks may have joined."""
+        optimizer = self._optimizer()
+        return optimizer is not None and bool(join_config(optimizer).enable)
+
+    def announce(self, turn: Turn) -> JoinRound | None:
+        """Tell the joined ranks what comes. None if there are none, or outside of ``Join``.
+        Collective inside."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self.is_active:
+            return None
+        monitor = self._rank_group.monitor
+        monitor.add_to_note(f"inside Join, before {turn.name}")
+        with monitor.naming_absentees():  # also those outside of the context
+            work = Join.notify_join_context(optimizer)
+        if work is not None:
+            monitor.wait_for([work])
+        return find_round(self._rank_group, turn)
+
+    def follow(self, take_turn: Callable[[JoinRound], None]) -> None:
+        """Do on a joined rank what the others do, until they have stepped."""
+        while True:
+            join_round = find_round(self._rank_group, Turn.JOINED)
+            assert join_round is not None
+            with contextlib.suppress(GradientsDropped):  # the ranks that have inputs are told
+                take_turn(join_round)
+            optimizer = self._optimizer()
+            assert optimizer is not None  # it takes the turns
+            # Join calls the hook of the first joinable once for every turn, that of any other one
+            # once per iteration.
+            is_first = join_config(optimizer).is_first_joinable
+            if is_first or join_round.turn in (Turn.STEP, Turn.SKIP):
+                return
+
+    def leave(self) -> None:
+        """The context has ended: later steps communicate nothing for it."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            leave_join(optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerJoinHook(JoinHook):
+    """For ``Join``: what an optimizer does on a joined rank, and when the context ends."""
+
+    run_joined: Callable[[], None] | None
+    leave: Callable[[], None]
+
+    def main_hook(self) -> None:
+        if self.run_joined is not None:
+            self.run_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        del is_last_joiner
+        self.leave()
 
 
 def find_round(rank_group: RankGroup, mine: Turn) -> JoinRound | None:
-    """Collective, in every turn inside a join context. None while nobody has joined. If those that
-    have not joined differ in what they are about to do, it is an error on all ranks."""
+    """What the ranks do in this turn; None while nobody has joined. If those that have not joined
+    differ in what they are about to do, it is an error on all ranks. Collective."""
+    # As long as the first message of anything else: gloo ends the process if lengths differ.
     said = rank_group.all_gather_bytes(mine.value.ljust(DIGEST_BYTES, b"\0"))
     words = [message.rstrip(b"\0") for message in said]
     if not all(word in _TURNS for word in words):
         raise difference(rank_group, [f"inside Join: {mine.name}"])
-    turns = [Turn(word) for word in words]
     ranks: dict[Turn, list[int]] = {}
-    for rank, turn in enumerate(turns):
-        ranks.setdefault(turn, []).append(rank)
-    borrowers = tuple(ranks.pop(Turn.JOINED, ()))
+    for rank, word in enumerate(words):
+        ranks.setdefault(Turn(word), []).append(rank)
+    joined = tuple(ranks.pop(Turn.JOINED, ()))
     if len(ranks) > 1:
         views = "".join(f"\n  {name_ranks(who)}: {turn.name}" for turn, who in ranks.items())
         raise RanksDisagree(
             f"inside Join, the ranks that have inputs left do different things:{views}\n"
             "Every one of them must take the same steps in the same order."
         )
-    if not borrowers:
+    if not joined:
         return None
     ((turn, others),) = ranks.items()
-    return JoinRound(turn, others[0], borrowers)
+    return JoinRound(turn, others[0], joined)
 
 
-def follow_lender(
+def follow_source(
     rank_group: RankGroup,
     join_round: JoinRound,
     groups: Sequence[MutableMapping[str, Any]],
     trainable: Sequence[int],
 ) -> list[int]:
-    """The lender's options for the groups of joined ranks, and what it has newly found trainable.
+    """Give joined ranks the source's options; the parameters that it has newly found trainable.
 
     Why: on a joined rank neither the scheduler nor the code that unfreezes parameters runs.
     """
-    is_lender = rank_group.rank == join_round.lender
-    news = json.dumps([list(trainable), [_options(group) for group in groups]]).encode()
-    theirs, options = json.loads(
-        rank_group.broadcast_bytes(news if is_lender else None, join_round.lender)
-    )
-    if rank_group.rank not in join_round.borrowers:
+    mine = [list(trainable), [_encode_options(group) for group in groups]]
+    theirs: list[int]
+    theirs, options = broadcast_plain(rank_group, join_round, mine)
+    if rank_group.rank not in join_round.joined:
         return list(trainable)
     for group, values in zip(groups, options, strict=True):
-        _follow_options(group, values)
-    found: list[int] = theirs
-    return found
+        _set_options(group, values)
+    return theirs
 
 
-def same_call(rank_group: RankGroup, join_round: JoinRound, mine: Sequence[Any]) -> list[Any]:
-    """The lender's method and arguments, which must be plain, on all ranks."""
-    said = json.dumps(mine).encode() if rank_group.rank == join_round.lender else None
-    call: list[Any] = json.loads(rank_group.broadcast_bytes(said, join_round.lender))
-    return call
+def broadcast_plain(rank_group: RankGroup, join_round: JoinRound, mine: Sequence[Any]) -> list[Any]:
+    """The source's list of plain values, on all ranks."""
+    is_source = rank_group.rank == join_round.source
+    payload = json.dumps(mine).encode() if is_source else None
+    values: list[Any] = json.loads(rank_group.broadcast_bytes(payload, join_round.source))
+    return values
 
 
-def lend_gradients(
+def send_gradients(
     rank_group: RankGroup, join_round: JoinRound, plan: Plan, params: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None] | None:
-    """On a joined rank: the gradients of its pieces, in the plan's order. Elsewhere: None."""
-    is_lender = rank_group.rank == join_round.lender
-    marks = "".join(_presence(params[index]) for index in sorted(plan.params))
+    """On a joined rank: the gradients of its shards, in the plan's order. Elsewhere: None."""
+    is_source = rank_group.rank == join_round.source
+    planned = sorted(plan.params)
+    mine = "".join(_presence(params[index].grad) for index in planned)
     presence = rank_group.broadcast_bytes(
-        marks.encode() if is_lender else None, join_round.lender
+        mine.encode() if is_source else None, join_round.source
     ).decode()
     if _SPARSE in presence:
         raise ValueError(
             "uneven inputs (Join) with sparse gradients are not supported: use sparse=False"
         )
-    has_gradient = {
-        index: mark == _DENSE for index, mark in zip(sorted(plan.params), presence, strict=True)
-    }
-    if is_lender:
-        for rank in join_round.borrowers:
-            wanted = [shard for shard in plan.shards(rank) if has_gradient[shard.param]]
-            send_tensors(rank_group, [_flat_gradient(params[p.param], p) for p in wanted], rank)
-    if rank_group.rank not in join_round.borrowers:
+    present = {index for index, mark in zip(planned, presence, strict=True) if mark == _DENSE}
+    if is_source:
+        for rank in join_round.joined:
+            flats = []
+            for shard in plan.shards(rank):
+                param = params[shard.param]
+                if shard.param in present:
+                    assert param.grad is not None
+                    grad = param.grad.detach()
+                    laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+                    flats.append(flat_range(laid_out, shard.start, shard.stop))
+            send_tensors(rank_group, flats, rank)
+    if rank_group.rank not in join_round.joined:
         return None
-    return _borrow(rank_group, plan, params, has_gradient, join_round.lender)
-
-
-def _presence(param: torch.Tensor) -> str:
-    if param.grad is None:
-        return _NONE
-    return _DENSE if param.grad.layout == torch.strided else _SPARSE
-
-
-def _flat_gradient(param: torch.Tensor, shard: Shard) -> torch.Tensor:
-    grad = param.grad
-    assert grad is not None
-    laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
-    return flat_range(laid_out.detach(), shard.start, shard.stop)
-
-
-def _borrow(
-    rank_group: RankGroup,
-    plan: Plan,
-    params: Sequence[torch.Tensor],
-    has_gradient: dict[int, bool],
-    lender: int,
-) -> list[torch.Tensor | None]:
     gradients: list[torch.Tensor | None] = []
-    room: list[torch.Tensor] = []
     for shard in plan.shards(rank_group.rank):
-        if not has_gradient[shard.param]:
-            gradients.append(None)
-            continue
         param = params[shard.param]
-        if shard.param in plan.cut_params:
-            gradient = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
+        dtype, device = grad_dtype(param), param.device
+        if shard.param not in present:
+            gradients.append(None)
+        elif shard.param in plan.cut_params:
+            gradients.append(torch.empty(shard.numel, dtype=dtype, device=device))
         elif is_dense(param):
-            gradient = torch.empty_strided(
-                param.shape, param.stride(), dtype=grad_dtype(param), device=param.device
-            )
+            stride = param.stride()
+            gradients.append(torch.empty_strided(param.shape, stride, dtype=dtype, device=device))
         else:
-            gradient = torch.empty(param.shape, dtype=grad_dtype(param), device=param.device)
-        gradients.append(gradient)
-        room.append(flat_range(gradient, 0, gradient.numel()))
-    receive_tensors(rank_group, {lender: room})
+            gradients.append(torch.empty(param.shape, dtype=dtype, device=device))
+    flats = [flat_range(grad, 0, grad.numel()) for grad in gradients if grad is not None]
+    receive_tensors(rank_group, {join_round.source: flats})
     return gradients
 
 
-def _options(group: MutableMapping[str, Any]) -> dict[str, Any]:
-    """The options that can be written down, with the numbers of their tensors; the rest is what it
-    was at construction."""
-    written = {}
+_NONE, _DENSE, _SPARSE = "n", "d", "s"
+
+
+def _presence(grad: torch.Tensor | None) -> str:
+    if grad is None:
+        return _NONE
+    return _DENSE if grad.layout == torch.strided else _SPARSE
+
+
+def _encode_options(group: MutableMapping[str, Any]) -> dict[str, Any]:
+    """The options that can be encoded, with the numbers in their tensors. Joined ranks keep what
+    they have of any other option."""
+    encoded = {}
     for key, value in options_of(group).items():
         tensors: list[torch.Tensor] = []
-        try:
-            encoded = encode(value, tensors)
-        except NotPlain:
-            continue
-        written[key] = [encoded, [tensor.tolist() for tensor in tensors]]
-    return written
-
-
-def _follow_options(group: MutableMapping[str, Any], values: dict[str, Any]) -> None:
-    for key, (encoded, numbers) in values.items():
-        mine: list[torch.Tensor] = []
         with contextlib.suppress(NotPlain):
-            encode(group.get(key), mine)
-        if len(mine) == len(numbers):  # the user may hold on to the tensors, as to a tensor lr
-            for tensor, new in zip(mine, numbers, strict=True):
+            skeleton = encode(value, tensors)
+            encoded[key] = [skeleton, [tensor.tolist() for tensor in tensors]]
+    return encoded
+
+
+def _set_options(group: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+    for key, (skeleton, numbers) in values.items():
+        tensors: list[torch.Tensor] = []
+        with contextlib.suppress(NotPlain):
+            encode(group.get(key), tensors)
+        if len(tensors) == len(numbers):  # the user may hold references to them, as to a tensor lr
+            for tensor, new in zip(tensors, numbers, strict=True):
                 tensor.copy_(torch.tensor(new, device="cpu"))
         else:
-            mine = [torch.tensor(new, device="cpu") for new in numbers]
-        group[key] = decode(encoded, mine)
+            tensors = [torch.tensor(new, device="cpu") for new in numbers]
+        group[key] = decode(skeleton, tensors)

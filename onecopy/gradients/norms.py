@@ -1,48 +1,167 @@
-"""Norm, clipping and loss scaling of gradients of which every rank holds a part."""
+"""Norm, clipping, loss scaling and full tensors of gradients of which every rank owns a part.
+
+The functions are collective, and work on :class:`AveragedGradients`, which
+``Attachment.averaged_gradients`` makes when all gradients have arrived.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from onecopy.comm.group import RankGroup
-from onecopy.planning.plan import Shard
-from onecopy.torch_private import GradScalerBase, foreach_copy_, foreach_norm
+from onecopy.comm.group import Part, RankGroup
+from onecopy.planning.layout import flat_range, is_dense
+from onecopy.planning.param_groups import gradient_dtype
+from onecopy.planning.plan import Plan, Shard
+from onecopy.torch_private import (
+    GradScalerBase,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    foreach_unscale_,
+)
 
 
-def total_norm(
-    rank_group: RankGroup,
-    shards: Sequence[Shard],
-    gradients: Sequence[torch.Tensor | None],
-    present: Collection[int],
-    norm_type: float,
+@dataclass(frozen=True, slots=True)
+class AveragedGradients:
+    """The gradients of an attached optimizer. This rank has those of its own shards."""
+
+    rank_group: RankGroup
+    plan: Plan
+    params: Sequence[torch.Tensor]
+    master_dtype: torch.dtype | None
+    present: Collection[int]  # the parameters that have a gradient; the same on all ranks
+    shards: Sequence[Shard]  # of this rank, in the order of the plan ...
+    gradients: Sequence[torch.Tensor | None]  # ... and the gradient of each
+
+    def dtype_of(self, index: int) -> torch.dtype:
+        """The dtype in which the ranks hold the gradient of a parameter."""
+        return gradient_dtype(self.params[index], self.master_dtype)
+
+    def by_dtype(self) -> Iterable[list[torch.Tensor]]:
+        """The gradients of this rank in lists of one device and dtype. Complex ones are viewed as
+        real: torch's kernels for scaling support real numbers only."""
+        lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in self.gradients:
+            if grad is not None and grad.numel():
+                real = torch.view_as_real(grad) if grad.is_complex() else grad
+                lists.setdefault((real.device, real.dtype), []).append(real)
+        return lists.values()
+
+
+def grad_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
+    """The norm of all gradients, at least in float32: as narrow as narrow gradients, it would
+    lose digits."""
+    dtypes = {held.dtype_of(index).to_real() for index in held.present}
+    return _total_norm(held, norm_type).to(
+        functools.reduce(torch.promote_types, dtypes, torch.float32)
+    )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    held: AveragedGradients, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """What ``torch.nn.utils.get_total_norm`` gives for the gradients of the parameters
-    ``present``, of whose pieces this rank has some, as float64. The same on all ranks.
+    """Scale all gradients as ``torch.nn.utils.clip_grad_norm_`` does; their norm before."""
+    norm = grad_norm(held, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the norm of the gradients is {float(norm)}, so they cannot be clipped. To clip them "
+            "all the same, pass error_if_nonfinite=False"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradients in held.by_dtype():
+        foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
 
-    As torch does, it is the norm of the norms of the parameters: that matters for the norm of type
+
+@torch.no_grad()
+def unscale_(held: AveragedGradients, inv_scale: float, allow_fp16: bool) -> torch.Tensor:
+    """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN, else 0.0."""
+    dtypes = {held.dtype_of(index).to_real() for index in held.present}
+    if torch.float16 in dtypes and not allow_fp16:
+        raise ValueError(
+            "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
+            "the optimizer with master_dtype=torch.float32, or keep the parameters in float32 "
+            "and use torch.autocast"
+        )
+    found_inf = torch.zeros(1, device=held.rank_group.control_device)
+    for gradients in held.by_dtype():
+        found = torch.zeros(1, device=gradients[0].device)
+        inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=found.device)
+        foreach_unscale_(gradients, found, inverse)
+        found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+    held.rank_group.maximum(found_inf).wait()
+    return found_inf
+
+
+@torch.no_grad()
+def full_grad(held: AveragedGradients, index: int) -> torch.Tensor | None:
+    """The gradient of a parameter, on all ranks."""
+    if index not in held.present:
+        return None
+    param = held.params[index]
+    full = torch.empty_like(param, dtype=held.dtype_of(index))
+    full = full if is_dense(param) else full.contiguous()
+    for shard, grad in zip(held.shards, held.gradients, strict=True):
+        if shard.param == index and grad is not None:
+            flat_range(full, shard.start, shard.stop).copy_(flat_range(grad, 0, grad.numel()))
+    plan = held.plan
+    shards = [
+        shard
+        for bucket in range(len(plan.buckets))
+        if any(segment.param == index for segment in plan.segments(bucket))
+        for rank in range(plan.world_size)
+        for shard in plan.shards_in(bucket, rank)
+        if shard.param == index and shard.numel
+    ]
+    held.rank_group.share(
+        [Part(shard.rank, flat_range(full, shard.start, shard.stop)) for shard in shards]
+    ).wait()
+    return full
+
+
+# What the user calls them, in messages and in what ranks tell each other.
+OPERATIONS: dict[str, Callable[..., torch.Tensor | None]] = {
+    "clip_grad_norm_": clip_grad_norm_,
+    "grad_norm": grad_norm,
+    "full_grad of parameter ": full_grad,
+    "GradScaler.unscale_": unscale_,
+}
+
+
+# -------------------------------------------------------------------------- the norm
+
+
+def _total_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
+    """What ``torch.nn.utils.get_total_norm`` gives for the gradients of all parameters that have
+    one, as float64. The same on all ranks.
+
+    As in torch, it is the norm of the norms of the parameters: that matters for the norm of type
     zero only.
     """
-    device = rank_group.control_device
-    place = {index: number for number, index in enumerate(sorted(present))}
+    device = held.rank_group.control_device
+    rows = {index: row for row, index in enumerate(sorted(held.present))}
     mine = [
-        (place[shard.param], grad)
-        for shard, grad in zip(shards, gradients, strict=True)
+        (rows[shard.param], grad)
+        for shard, grad in zip(held.shards, held.gradients, strict=True)
         if grad is not None and grad.numel()
     ]
-    places = torch.tensor([number for number, _ in mine], dtype=torch.int64, device=device)
+    places = torch.tensor([row for row, _ in mine], dtype=torch.int64, device=device)
     values = torch.zeros(len(mine), dtype=torch.float64, device=device)
     if mine:
-        found = _norms([grad for _, grad in mine], norm_type)
-        foreach_copy_(list(values.unbind()), found)
+        # Copied together: no norm is brought to the host by itself.
+        foreach_copy_(list(values.unbind()), _norms([grad for _, grad in mine], norm_type))
     combine = _extremes if math.isinf(norm_type) else _sums_of_powers
-    norms = combine(rank_group, places, values, len(place), norm_type)
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if place else norms.sum()
+    norms = combine(held.rank_group, places, values, len(rows), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if rows else norms.sum()
     return total
 
 
@@ -50,23 +169,19 @@ def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Te
     """The norm of each tensor, of 16-bit ones in float32.
 
     Why: the norm of a 16-bit tensor in its own dtype has three digits, and in float16 it is
-    infinite above 65,504. With pieces of a parameter on several ranks, the error would depend on
+    infinite above 65,504. With parts of a parameter on several ranks, the error would depend on
     their number.
     """
     # Why abs: torch warns about some norms of complex numbers.
     sizes = [grad.abs() if grad.is_complex() else grad for grad in gradients]
-    found: list[torch.Tensor] = [_NOT_YET] * len(sizes)
+    found: dict[int, torch.Tensor] = {}
     for is_narrow in (False, True):
         chosen = [i for i, size in enumerate(sizes) if (size.dtype.itemsize < 4) is is_narrow]
         if chosen:
             dtype = torch.float32 if is_narrow else None
             norms = foreach_norm([sizes[i] for i in chosen], norm_type, dtype)
-            for i, norm in zip(chosen, norms, strict=True):
-                found[i] = norm
-    return found
-
-
-_NOT_YET = torch.empty(0)
+            found.update(zip(chosen, norms, strict=True))
+    return [found[i] for i in range(len(sizes))]
 
 
 def _sums_of_powers(
@@ -76,8 +191,8 @@ def _sums_of_powers(
     count: int,
     norm_type: float,
 ) -> torch.Tensor:
-    """The norms of whole parameters from those of their pieces."""
-    exponent = norm_type or 1.0  # that of type zero is a number of elements
+    """The norms of whole parameters from those of their shards."""
+    exponent = norm_type or 1.0  # a norm of type zero is a number of elements
     parts = values.new_zeros(count).index_add_(0, places, values**exponent)
     rank_group.total(parts).wait()
     norms: torch.Tensor = parts ** (1 / exponent)
@@ -95,7 +210,7 @@ def _extremes(
 
     A maximum over the ranks may lose a NaN, and not on all of them alike: it has a row of its own.
     """
-    sign = 1.0 if norm_type > 0 else -1.0  # of the least, the negative is the greatest
+    sign = 1.0 if norm_type > 0 else -1.0  # a minimum is the maximum of the negatives
     of_nothing = 0.0 if sign > 0 else -math.inf
     is_nan = values.isnan()
     parts = values.new_zeros((2, count))
@@ -107,21 +222,14 @@ def _extremes(
     return norms
 
 
-def clip_coefficient(norm: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """What to multiply gradients of this norm by, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the norm of the gradients is {float(norm)}, so they cannot be clipped. To clip them "
-            "all the same, pass error_if_nonfinite=False"
-        )
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+# -------------------------------------------------------------------------- loss scaling
 
 
 class GradScaler(GradScalerBase):
     """``torch.amp.GradScaler`` that also serves an optimizer in attached mode.
 
-    An infinity or NaN in any rank's share makes all ranks skip the step and lower the scale. A step
-    that is skipped leaves no gradients behind.
+    If any rank finds an infinity or NaN in its part of the gradients, all ranks skip the step and
+    lower the scale. A step that is skipped leaves no gradients behind.
     """
 
     def unscaled(

@@ -207,8 +207,8 @@ def step_in_backward(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def watch_joined(optimizer: ZeroRedundancyOptimizer, watch: Callable[[Callable], None]) -> None:
     """Let `watch(take_part)` run in place of `take_part()`, the step of a joined rank."""
-    take_part = optimizer._take_part_joined
-    optimizer._take_part_joined = lambda: watch(take_part)  # type: ignore[method-assign]
+    take_part = optimizer._run_joined
+    optimizer._run_joined = lambda: watch(take_part)  # type: ignore[method-assign]
 
 
 # ---------------------------------------- of a process ----------------------------------------
