@@ -97,7 +97,7 @@ from onecopy.sharding.inner import (
     of_the_parameters,
 )
 from onecopy.sharding.parameter_names import names_in
-from onecopy.sharding.sharded_params import ShardedParams, StepPhase
+from onecopy.sharding.sharded_params import ShardedParams
 from onecopy.torch_private import (
     ASKED_BY_GRAD_SCALER,
     is_table_of_hooks,
@@ -524,7 +524,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _bring_level(self) -> None:
         """Before state is loaded: do what is left of a step that failed, since other ranks may be
         further. Its gradients are dropped."""
-        if self._params.status.state is StepPhase.TORN and self._rank_group.monitor.refusal is None:
+        if self._params.status.refusal is not None and self._rank_group.monitor.refusal is None:
             self._params.send_remaining()
             self.wait()
             self._drop_gradients()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import itertools
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -27,48 +26,38 @@ from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
 from onecopy.sharding.parameter_names import require_same_order
 
 
-class StepPhase(enum.Enum):
-    READY = "ready"
-    STEPPING = "stepping"  # and nothing has changed yet
-    CHANGING = "changing"  # this rank's parameters, or what it holds of the others'
-    TORN = "torn"  # a step has failed while it changed them, or a load at its end
-
-
 class StepStatus:
-    """The phase of a step, and the reason why an optimizer cannot be used."""
+    """Whether a step or a load has failed in the middle: then the optimizer cannot be used."""
 
     def __init__(self) -> None:
-        self.state = StepPhase.READY
-        self._step = 0
-        self._updated = self._buckets = 0
-        self._refusal = ""
+        self.refusal: str | None = None  # why it cannot be used, and what to do
+        self._is_changing = False  # parameters or state, in the present step
+        self._updated = 0  # buckets
 
     @contextlib.contextmanager
     def stepping(self, step: int, buckets: int) -> Iterator[None]:
-        """Around a step, which calls ``changes`` and ``updated``."""
-        self.state, self._step, self._updated, self._buckets = StepPhase.STEPPING, step, 0, buckets
+        """Around a step, which calls ``changes`` and ``updated``. If the step raises before it has
+        changed anything, the optimizer stays usable."""
+        self._is_changing, self._updated = False, 0
         try:
             yield
         except BaseException as error:
-            if self.state is StepPhase.CHANGING:
+            if self._is_changing:
                 self._tear(
-                    f"step {self._step} failed after {self._updated} of {self._buckets} buckets "
+                    f"step {step} failed after {self._updated} of {buckets} buckets "
                     f"({_in_a_line(error)}): a part of the parameters and of the state is updated, "
                     "another is not. Load a checkpoint of the model and of the optimizer, on all "
                     "ranks"
                 )
-            else:
-                self.state = StepPhase.READY
             raise
-        self.state = StepPhase.READY
 
     def changes(self) -> None:
         """Parameters or state are about to change: from here on the step cannot be undone."""
-        self.state = StepPhase.CHANGING
+        self._is_changing = True
 
     def updated(self) -> None:
-        """Another bucket has been updated."""
-        self.state = StepPhase.CHANGING
+        """Another bucket was updated and is being gathered."""
+        self._is_changing = True  # also if this rank owns nothing of it
         self._updated += 1
 
     @contextlib.contextmanager
@@ -82,21 +71,15 @@ class StepStatus:
                 "the new one, another is not. Load again, on all ranks"
             )
             raise
-        self.state = StepPhase.READY
+        self.refusal = None
 
     def _tear(self, refusal: str) -> None:
-        self.state, self._refusal = StepPhase.TORN, refusal
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the optimizer cannot be used, and what to do; None if it can."""
-        return self._refusal if self.state is StepPhase.TORN else None
+        self.refusal = refusal
 
     def require_whole(self) -> None:
         """Raise if a step or a load has failed in the middle."""
-        refusal = self.refusal
-        if refusal is not None:
-            raise RuntimeError(refusal)
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
 
 
 def _in_a_line(error: BaseException) -> str:
