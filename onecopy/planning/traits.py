@@ -38,9 +38,11 @@ logger = logging.getLogger("onecopy")
 
 
 class Kind(enum.Enum):
-    ELEMENTWISE = "elementwise"
-    WHOLE = "whole"
-    GLOBAL = "global"
+    """What the update of an element depends on."""
+
+    ELEMENTWISE = "elementwise"  # that element: a tensor may be cut
+    WHOLE = "whole"  # its tensor: each tensor has one owner
+    GLOBAL = "global"  # other tensors, too: cannot be sharded
 
 
 PARTITIONS = ("auto", Kind.ELEMENTWISE.value, Kind.WHOLE.value)
@@ -151,9 +153,9 @@ class _CallsClosureAgain(Exception):
 
 
 # Enough for classes that couple parameters only after some progress: DAdaptLion needs 25 to 40.
-_TOY_STEPS = 64
+_PROBE_STEPS = 64
 # More elements, and longer rows, than the thresholds from which classes quantise or factorise.
-_LARGE_TOY = (144, 150)
+_LARGE_SHAPE = (144, 150)
 
 
 # By class and options: a hundred groups of an unknown class cost one probe, and one warning.
@@ -188,10 +190,10 @@ def _try_out(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = _compare_toy_runs(optimizer_class, options)
+            found = _probe_small(optimizer_class, options)
             if found.kind is not Kind.ELEMENTWISE:
                 return found
-            large = (_compare_large_toys(optimizer_class, options, dtype) for dtype in dtypes)
+            large = (_probe_large(optimizer_class, options, dtype) for dtype in dtypes)
             return next((traits for traits in large if traits.kind is not Kind.ELEMENTWISE), found)
         except _CallsClosureAgain:
             return Traits(
@@ -211,7 +213,7 @@ def _try_out(
             return Traits(Kind.WHOLE, "it could not be tried out on toy tensors")
 
 
-def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Traits:
+def _probe_small(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Traits:
     first, second = _Probe((4, 6), seed=1), _Probe((5, 3), seed=2)
     alone = _run(optimizer_class, options, [first])
     if not alone.values[0].isfinite().all() or torch.equal(alone.values[0], first.start):
@@ -238,14 +240,14 @@ def _compare_toy_runs(optimizer_class: type[Optimizer], options: Mapping[str, An
     return _ELEMENTWISE
 
 
-def _compare_large_toys(
+def _probe_large(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> Traits:
     """Some classes treat large tensors, or narrow dtypes, unlike small float32 ones."""
-    toy = _Probe(_LARGE_TOY, seed=3, steps=3, dtype=dtype)
-    alone = _run(optimizer_class, options, [toy])
+    probe = _Probe(_LARGE_SHAPE, seed=3, steps=3, dtype=dtype)
+    alone = _run(optimizer_class, options, [probe])
     # At a multiple of 64, where a cut does not change the bits of a vectorised loop.
-    cut = _run(optimizer_class, options, toy.cut(at=64 * 101))
+    cut = _run(optimizer_class, options, probe.cut(at=64 * 101))
     if alone.drew_random_numbers:
         return _RANDOM
     if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
@@ -268,7 +270,7 @@ class _Probe:
         self,
         shape: tuple[int, ...],
         seed: int,
-        steps: int = _TOY_STEPS,
+        steps: int = _PROBE_STEPS,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -298,20 +300,20 @@ class _Run:
 
 
 def _run(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], toys: Sequence[_Probe]
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], probes: Sequence[_Probe]
 ) -> _Run:
     # Why not torch.manual_seed: it would reseed accelerators too, whose state is not restored.
     random = torch.default_generator.manual_seed(0).get_state()
-    params = [torch.nn.Parameter(toy.start.clone()) for toy in toys]
+    params = [torch.nn.Parameter(probe.start.clone()) for probe in probes]
     optimizer = optimizer_class(params, **copy.deepcopy(dict(options)))
     if hasattr(optimizer, "train"):
         optimizer.train()
     step = step_without_hooks(optimizer)
     takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-    for gradients in zip(*(toy.gradients for toy in toys), strict=True):
+    for gradients in zip(*(probe.gradients for probe in probes), strict=True):
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient.clone()
-        _toy_step(step, takes_closure)
+        _step_once(step, takes_closure)
     shaped = all(
         value.shape in ((), param.shape)
         if type(value) is torch.Tensor
@@ -323,7 +325,7 @@ def _run(
     return _Run([param.detach() for param in params], shaped, drew)
 
 
-def _toy_step(step: Callable[..., Any], takes_closure: bool) -> None:
+def _step_once(step: Callable[..., Any], takes_closure: bool) -> None:
     calls = 0
 
     def closure() -> torch.Tensor:
