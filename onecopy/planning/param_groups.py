@@ -126,14 +126,6 @@ def as_number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be a real number in range, got {shown(value)}") from None
 
 
-def is_on(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether an option of the optimizer class that switches something is given, and on."""
-    value = options.get(name)
-    if value is not None:
-        check_switches(**{name: value})
-    return bool(value)
-
-
 def check_names(names: Any, count: int) -> None:
     is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
     if not is_list or len(names) != count:
@@ -340,7 +332,7 @@ class PartitionPolicy:
         master_dtype = self.settings.master_dtype
         dtypes = dict.fromkeys(update_dtype(param.dtype, master_dtype) for param in group["params"])
         kind = partition_kind(cls, options, group.get("partition", self.settings.partition), dtypes)
-        fused, differentiable = is_on("fused", options), is_on("differentiable", options)
+        fused, differentiable = _is_on("fused", options), _is_on("differentiable", options)
         if differentiable and self.world_size > 1:
             raise ValueError(
                 "differentiable=True cannot be sharded: no graph leads through a parameter that "
@@ -365,6 +357,14 @@ class PartitionPolicy:
     def flags_changed(self, present: Sequence[GroupPolicy], groups: Groups) -> bool:
         """Whether a flag differs from what was remembered."""
         return _flags(present, groups) != self._flags
+
+
+def _is_on(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether an option of the optimizer class that switches something is given, and on."""
+    value = options.get(name)
+    if value is not None:
+        check_switches(**{name: value})
+    return bool(value)
 
 
 def _flags(present: Sequence[GroupPolicy], groups: Groups) -> list[dict[str, Any]]:
