@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie: ranges as boxes, dense tensors, flat ranges, overlaps."""
+"""Where the elements of a tensor lie: ranges as chunks, dense tensors, flat ranges, overlaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onecopy.planning.layout import (
     storage_order,
 )
 
-# ------------------------------------------------------------------ boxes
+# ------------------------------------------------------------------ chunks
 
 
 BUSY = [HealthCheck.too_slow]  # a busy machine is no fault of a test
@@ -50,8 +50,8 @@ def dense(shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
     return flat.view([shape[dim] for dim in order]).permute(back)
 
 
-def part(tensor: torch.Tensor, box: Chunk) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+def part(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
@@ -62,36 +62,38 @@ def part(tensor: torch.Tensor, box: Chunk) -> torch.Tensor:
 @example(((1, 1, 1), (2, 0, 1), 0, 1))
 @example(((4, 6), (0, 1), 4, 19))
 @quick
-def test_boxes_hold_each_element_of_the_range_once_in_order_and_nothing_else(case: Case) -> None:
+def test_chunks_hold_each_element_of_the_range_once_in_order_and_nothing_else(case: Case) -> None:
     shape, order, start, stop = case
     tensor = dense(shape, order)
     found = []
-    for box in chunks_of(shape, order, start, stop):
-        elements = sorted(part(tensor, box).flatten().tolist())
-        assert elements == list(range(box.start, box.stop))  # contiguous in storage
-        assert box.numel == len(elements) > 0
+    for chunk in chunks_of(shape, order, start, stop):
+        elements = sorted(part(tensor, chunk).flatten().tolist())
+        assert elements == list(range(chunk.start, chunk.stop))  # contiguous in storage
+        assert chunk.numel == len(elements) > 0
         found += elements
     assert found == list(range(start, stop))
 
 
 @given(ranges())
 @quick
-def test_a_range_of_an_n_dimensional_tensor_is_at_most_2n_minus_1_boxes(case: Case) -> None:
+def test_a_range_of_an_n_dimensional_tensor_is_at_most_2n_minus_1_chunks(case: Case) -> None:
     shape, order, start, stop = case
     assert len(list(chunks_of(shape, order, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
 @given(ranges(), st.integers(0, 7))
 @quick
-def test_a_view_of_a_box_has_its_elements_where_the_tensor_has_them(case: Case, lead: int) -> None:
+def test_a_view_of_a_chunk_has_its_elements_where_the_tensor_has_them(
+    case: Case, lead: int
+) -> None:
     shape, order, start, stop = case
     tensor = dense(shape, order)
     first = max(0, start - lead)  # the memory may begin before the range
     flat = torch.arange(first, stop)
-    for box in chunks_of(shape, order, start, stop):
-        view = box.view(flat, first, order)
-        assert view.shape == box.sizes
-        assert torch.equal(view, part(tensor, box))
+    for chunk in chunks_of(shape, order, start, stop):
+        view = chunk.view(flat, first, order)
+        assert view.shape == chunk.sizes
+        assert torch.equal(view, part(tensor, chunk))
         assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
@@ -102,25 +104,25 @@ def test_the_order_of_storage_can_be_seen_from_the_strides(case: Case) -> None:
     tensor = dense(shape, order)
     seen = storage_order(tensor.shape, tensor.stride())
     assert sorted(seen) == list(range(len(shape)))
-    boxes = list(chunks_of(shape, seen, start, stop))
-    assert sorted(i for b in boxes for i in part(tensor, b).flatten().tolist()) == list(
+    chunks = list(chunks_of(shape, seen, start, stop))
+    assert sorted(i for b in chunks for i in part(tensor, b).flatten().tolist()) == list(
         range(start, stop)
     )
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4, 2)])
-def test_an_empty_tensor_is_one_empty_box(shape: tuple[int, ...]) -> None:
+def test_an_empty_tensor_is_one_empty_chunk(shape: tuple[int, ...]) -> None:
     order = storage_order(shape, torch.empty(shape).stride())
-    (box,) = chunks_of(shape, order, 0, 0)
-    assert box == Chunk((0,) * len(shape), shape, 0, 0)
-    assert box.numel == 0
-    assert box.view(torch.empty(0), 0, order).shape == shape
+    (chunk,) = chunks_of(shape, order, 0, 0)
+    assert chunk == Chunk((0,) * len(shape), shape, 0, 0)
+    assert chunk.numel == 0
+    assert chunk.view(torch.empty(0), 0, order).shape == shape
 
 
-def test_a_scalar_is_one_box_without_dimensions() -> None:
-    (box,) = chunks_of((), (), 0, 1)
-    assert box == Chunk((), (), 0, 1)
-    view = box.view(torch.tensor([3.0]), 0, ())
+def test_a_scalar_is_one_chunk_without_dimensions() -> None:
+    (chunk,) = chunks_of((), (), 0, 1)
+    assert chunk == Chunk((), (), 0, 1)
+    view = chunk.view(torch.tensor([3.0]), 0, ())
     assert view.shape == ()
     assert view.item() == 3.0
 
@@ -143,7 +145,7 @@ def cells(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
 @given(corners)
 @example(([], []))
 @quick
-def test_an_overlap_is_what_two_boxes_have_in_common_whichever_comes_first(
+def test_an_overlap_is_what_two_chunks_have_in_common_whichever_comes_first(
     pair: tuple[list[tuple[int, int]], list[tuple[int, int]]],
 ) -> None:
     a, b = (

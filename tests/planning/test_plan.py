@@ -100,7 +100,7 @@ def histories(
     return History(draw(worlds), bucket_bytes, batches)
 
 
-def all_pieces(plan: Plan) -> list[Shard]:
+def all_shards(plan: Plan) -> list[Shard]:
     return [shard for rank in range(plan.world_size) for shard in plan.shards(rank)]
 
 
@@ -137,10 +137,10 @@ def uniform(numels: Iterable[int], dtype: str = "float32", **rest: object) -> li
 
 @given(histories())
 @anything
-def test_every_element_of_every_parameter_is_in_exactly_one_piece(history: History) -> None:
+def test_every_element_of_every_parameter_is_in_exactly_one_shard(history: History) -> None:
     plan = history.plan()
     shards = defaultdict(list)
-    for shard in all_pieces(plan):
+    for shard in all_shards(plan):
         shards[shard.param].append((shard.start, shard.stop))
     assert shards.keys() == history.specs.keys() == plan.params
     for index, spec in history.specs.items():
@@ -156,7 +156,7 @@ def test_every_element_of_every_parameter_is_in_exactly_one_piece(history: Histo
 
 @given(histories())
 @anything
-def test_pieces_never_overlap_in_their_bucket_and_lie_in_the_slot_of_their_rank(
+def test_shards_never_overlap_in_their_bucket_and_lie_in_the_slot_of_their_rank(
     history: History,
 ) -> None:
     plan = history.plan()
@@ -180,7 +180,7 @@ def test_pieces_never_overlap_in_their_bucket_and_lie_in_the_slot_of_their_rank(
 
 @given(histories())
 @anything
-def test_segments_are_the_pieces_of_all_ranks_and_cover_the_bucket_but_for_padding(
+def test_segments_are_the_shards_of_all_ranks_and_cover_the_bucket_but_for_padding(
     history: History,
 ) -> None:
     plan = history.plan()
@@ -227,17 +227,17 @@ def test_a_stream_holds_what_is_alike_and_only_that(history: History) -> None:
 
 @given(histories())
 @anything
-def test_the_cut_parameters_are_those_in_more_than_one_piece(history: History) -> None:
+def test_the_cut_parameters_are_those_in_more_than_one_shard(history: History) -> None:
     plan = history.plan()
     counts: dict[int, int] = defaultdict(int)
-    for shard in all_pieces(plan):
+    for shard in all_shards(plan):
         counts[shard.param] += 1
     assert plan.cut_params == {param for param, count in counts.items() if count > 1}
 
 
 @given(histories(worlds=st.just(1)))
 @anything
-def test_a_single_rank_holds_every_parameter_in_one_piece(history: History) -> None:
+def test_a_single_rank_holds_every_parameter_in_one_shard(history: History) -> None:
     plan = history.plan()
     assert not plan.cut_params
     assert {(p.param, p.start, p.stop) for p in plan.shards(0)} == {
@@ -416,7 +416,7 @@ def test_a_single_small_parameter_is_owned_by_rank_0_and_the_next_stream_goes_on
 @anything
 def test_narrow_dtypes_are_cut_at_multiples_of_64_and_fused_ones_of_16(history: History) -> None:
     plan = history.plan()
-    for shard in all_pieces(plan):
+    for shard in all_shards(plan):
         spec = history.specs[shard.param]
         if not is_cut(spec):
             continue
@@ -425,12 +425,17 @@ def test_narrow_dtypes_are_cut_at_multiples_of_64_and_fused_ones_of_16(history: 
         assert shard.stop % unit == 0 or shard.stop == spec.numel
 
 
+def test_the_shards_of_a_rank_have_their_old_name_for_one_release() -> None:
+    plan = make_plan(uniform([10, 5, 6]), 3)
+    assert list(plan.pieces(1)) == list(plan.shards(1)) != []
+
+
 def test_the_picture_in_the_documentation_is_what_happens() -> None:
     a, b, c = 0, 1, 2
     plan = make_plan(uniform([10, 5, 6]), 3, bucket_mb=12 * 4 / 2**20)
     assert [bucket.numel for bucket in plan.buckets] == [12, 9]
     drawn = {bucket: [("?", -1)] * plan.buckets[bucket].numel for bucket in range(2)}
-    for shard in all_pieces(plan):
+    for shard in all_shards(plan):
         for place in range(shard.offset, shard.offset + shard.numel):
             drawn[shard.bucket][place] = ("abc"[shard.param], shard.rank)
     assert "".join(name for name, _ in drawn[0]) == "ccccccbbbbba"
@@ -454,13 +459,13 @@ def test_a_whole_tensor_has_one_owner(history: History) -> None:
         for index, owner in zip(stream.params, stream.owners, strict=True)
     }
     assert owners.keys() == {i for i, spec in history.specs.items() if not is_cut(spec)}
-    assert {p.param: p.rank for p in all_pieces(plan) if p.param in owners} == owners
+    assert {p.param: p.rank for p in all_shards(plan) if p.param in owners} == owners
 
 
 def costs_of(history: History, plan: Plan) -> list[int]:
     """Work of updating whole tensors, per rank."""
     costs = [0] * plan.world_size
-    for shard in all_pieces(plan):
+    for shard in all_shards(plan):
         spec = history.specs[shard.param]
         if not is_cut(spec):
             costs[shard.rank] += spec.numel if spec.cost is None else spec.cost
@@ -512,7 +517,7 @@ def test_each_kind_is_balanced_for_itself(history: History) -> None:
     def places(plan: Plan, cut: bool) -> list[tuple[int, int, int, int]]:
         return sorted(
             (p.param, p.start, p.stop, p.rank)
-            for p in all_pieces(plan)
+            for p in all_shards(plan)
             if is_cut(history.specs[p.param]) is cut
         )
 
@@ -525,7 +530,7 @@ def test_each_kind_is_balanced_for_itself(history: History) -> None:
 @anything
 def test_the_tensors_of_one_owner_lie_together_in_a_bucket(history: History) -> None:
     plan = history.plan()
-    owner_of = {shard.param: shard.rank for shard in all_pieces(plan)}
+    owner_of = {shard.param: shard.rank for shard in all_shards(plan)}
     for bucket in range(len(plan.buckets)):
         owners = [owner_of[segment.param] for segment in plan.segments(bucket)]
         runs = [owner for owner, _ in itertools.groupby(owners)]
@@ -603,7 +608,7 @@ def test_buckets_come_in_the_order_in_which_backward_completes_them(history: His
 
 @given(histories())
 @anything
-def test_extending_a_plan_never_moves_a_piece(history: History) -> None:
+def test_extending_a_plan_never_moves_a_shard(history: History) -> None:
     for before, after in itertools.pairwise(history.plans()):
         assert after.buckets[: len(before.buckets)] == before.buckets
         assert after.streams[: len(before.streams)] == before.streams
@@ -854,7 +859,7 @@ def test_405_billion_parameters_on_16384_ranks_are_planned_in_little_memory() ->
     share = sum(sizes) // world
     assert sum(shard.numel for shard in shards) in (share, share + 1)
     assert len(shards) <= len(plan.buckets) + len(sizes)
-    # O(parameters + buckets): a list of all pieces would be thousands of times as large.
+    # O(parameters + buckets): a list of all shards would be thousands of times as large.
     assert peak < 1000 * (len(plan.buckets) + len(sizes))
     assert peak < 100 * 2**20
 

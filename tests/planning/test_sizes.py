@@ -36,7 +36,7 @@ from onecopy.sharding.buffers import FlatStorage
 
 @given(histories())
 @anything
-def test_a_tally_counts_what_listing_all_pieces_counts(history: History) -> None:
+def test_elements_are_counted_as_a_list_of_all_shards_would_be(history: History) -> None:
     plan = history.plan()
     counted = count_elements(plan, lambda param: param % 3)
     elements: Counter[Any] = Counter()

@@ -93,7 +93,7 @@ class RowNorm(Rule):
 
 
 class NotesRowsOfMatrices(Rule):
-    """State that no update depends on, and that pieces do not have: still it must be kept right."""
+    """State that no update depends on, and that shards do not have: still it must be kept right."""
 
     def change(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         if p.ndim > 1:
@@ -111,7 +111,7 @@ class FactorisesLargeOnes(Rule):
 
 
 class CountsInATensorOfOne(Rule):
-    """State of shape (1,), which a cut tensor's pieces could not be told from."""
+    """State of shape (1,), which a cut tensor's shards could not be told from."""
 
     def change(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         count = self.state[p].setdefault("count", torch.zeros(1))
@@ -335,7 +335,7 @@ def test_a_class_is_tried_out_once_for_all_groups_of_equal_options() -> None:
 
 
 @pytest.mark.parametrize("first", [float("inf"), 1e9, 1.0])
-def test_the_verdict_does_not_depend_on_options_tried_before(first: float) -> None:
+def test_the_kind_does_not_depend_on_options_tried_before(first: float) -> None:
     class Clipped(Rule):
         def change(
             self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
@@ -444,7 +444,7 @@ def test_the_probe_does_not_change_the_options() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_verdict_does_not_depend_on_the_learning_rate(
+def test_the_kind_does_not_depend_on_the_learning_rate(
     cls: type[Optimizer], kind: Kind, lr: Any
 ) -> None:
     """A warm-up that starts at zero moves nothing at first, which is no sign of independence."""
@@ -452,7 +452,7 @@ def test_the_verdict_does_not_depend_on_the_learning_rate(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_the_verdict_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+def test_the_kind_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -464,7 +464,7 @@ def test_the_verdict_does_not_depend_on_the_default_dtype(dtype: torch.dtype) ->
         torch.set_default_dtype(default)
 
 
-def test_the_verdict_does_not_depend_on_the_default_device(
+def test_the_kind_does_not_depend_on_the_default_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with torch.device("meta"):
@@ -474,7 +474,7 @@ def test_the_verdict_does_not_depend_on_the_default_device(
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_verdict_does_not_depend_on_the_grad_mode(mode: Callable[[], Any]) -> None:
+def test_the_kind_does_not_depend_on_the_grad_mode(mode: Callable[[], Any]) -> None:
     with mode():
         assert is_elementwise(lion_pytorch.Lion)
         assert traits_of(Lamb, {}).kind is Kind.WHOLE

@@ -619,7 +619,7 @@ def test_a_master_copy_of_another_form_is_refused(world: World, bad: Any) -> Non
 
 @distributed(2, 3)
 @pytest.mark.parametrize("which", ["lacking", "unused"])
-def test_master_copies_of_another_ranks_pieces_are_warned_of(world: World, which: str) -> None:
+def test_master_copies_of_another_ranks_shards_are_warned_of(world: World, which: str) -> None:
     """Every tensor is on one rank: what rank 0 has tells nothing about the last rank's."""
     params = [nn.Parameter(torch.ones(8, dtype=BF16)) for _ in range(world.size)]
     given: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "partition": "whole"}
