@@ -55,9 +55,9 @@ from onecopy.checkpoint.state import (
 )
 from onecopy.checks.corruption_check import CorruptionCheck, counters
 from onecopy.checks.replica_check import Evidence, require_equal_replicas
-from onecopy.comm.agreement import RanksDisagree, require_agreement, same_outcome
+from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.stats import CommStats, Order, Traced, Tracer, comm_stats
+from onecopy.comm.stats import CommStats, Tracer
 from onecopy.gradients.attachment import Attachment, broadcast_module, require_attachable
 from onecopy.gradients.join import (
     JoinParticipant,
@@ -257,7 +257,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             settings.validate(os.environ)
             self._overlaps_with_ddp = bool(overlap_with_ddp)
             self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
-            self._trace_order = self._take_trace_order()
+            self._tracing = Tracer.from_environment(os.environ)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             self._inner = InnerOptimizers(optimizer_class, defaults, master_dtype)
@@ -279,8 +279,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults = self._inner.defaults
         self._policies.remember_flags(self._params.registry.policies, self.param_groups)
         self._params.rebuild()
-        traced = Traced(self.wait, self._facts)
-        self._tracing = Tracer.of(self._trace_order, self.global_rank, traced)
+        if self._tracing is not None:
+            self._tracing.begin(self.global_rank, self.wait, self._facts)
         self._rank_group.monitor.note("optimizer built")
         if self.rank == 0 and logger.isEnabledFor(logging.INFO):
             classes = [policy.optimizer_class for policy in self._params.registry.policies]
@@ -794,7 +794,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if join_round is None:
                 # Owners that clip differently, or send the gradients of different parameters,
                 # would go wrong without a sign of it.
-                require_agreement(self._rank_group, call, ())
+                same_outcome(self._rank_group, call, list)
             self._follow_changes(join_round)
             if join_round is not None:
                 broadcast_plain(self._rank_group, join_round, [name, *args])
@@ -1200,7 +1200,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             corruption_check.unseal()
         if compares and self._compared < self._steps:  # not again if the step is called again
             self._rank_group.monitor.add_to_note("comparing replicas")
-            require_agreement(self._rank_group, "comparing the ranks", self._description())
+            same_outcome(self._rank_group, "comparing the ranks", self._description)
             try:
                 self._require_equal(*corruption_check.history())
             except RuntimeError:
@@ -1260,7 +1260,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
                 *self._params.registry.readiness(with_gradients=self._attachment is None),
             ]
-        require_agreement(self._rank_group, f"comparing step {self._steps}", lines)
+        same_outcome(self._rank_group, f"comparing step {self._steps}", lambda: lines)
 
     # ------------------------------------------------------------------ were they averaged?
 
@@ -1283,7 +1283,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             f"{name}: {view}" for name, view in zip(self._params.registry.names, views, strict=True)
         ]
         try:
-            require_agreement(self._rank_group, f"comparing gradients in step {self._steps}", lines)
+            doing = f"comparing gradients in step {self._steps}"
+            same_outcome(self._rank_group, doing, lambda: lines)
         except RanksDisagree as difference:
             if difference.line is None:  # they do not even do the same
                 raise
@@ -1333,14 +1334,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def comm_stats(self) -> CommStats:
         """What this rank has sent since the optimizer was built, and how long it waited."""
-        return comm_stats(self._rank_group.counters, self._rank_group.traffic, self._steps)
-
-    def _take_trace_order(self) -> Order | None:
-        """What the environment asks for. Raises ``ValueError`` if that cannot be."""
-        order = Order.from_environment(os.environ)
-        if order is not None:
-            order.make_directory()
-        return order
+        return self._rank_group.counters.stats(self._steps)
 
     def _facts(self) -> dict[str, Any]:
         """For the trace of a run; ``recorded.py`` reads them."""

@@ -57,6 +57,8 @@ STEPS = 6
 BUCKET_MB = 0.2
 LARGE = (41, 83, 97)  # 6 buckets of float32; not for Muon, which would take most of the time
 SHARED_FROM = 8192  # bytes: of the model below, all buckets but the smallest
+# The recorded names of phases.
+RECORDED = {"reduce_scatter": "reduce", "all_gather": "gather"}
 HASHES = ("gradients", "parameters", "state")  # in the order in which a difference spreads
 
 
@@ -195,7 +197,7 @@ def train(world: harness.World, mode: Mode) -> Case:
         optimizer.zero_grad()
     optimizer.wait()
     sent = {
-        f"{each.phase} {each.bucket}": [each.messages, each.bytes]
+        f"{RECORDED[each.phase]} {each.bucket}": [each.messages, each.bytes]
         for each in optimizer.comm_stats().buckets
     }
     parameters, state = hashlib.sha256(), hashlib.sha256()

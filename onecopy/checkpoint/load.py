@@ -724,7 +724,7 @@ def load_checkpoint(
             )
         return together
 
-    report = LoadReport(*map(tuple, exchange.run(read, decide)))
+    report = LoadReport(*map(tuple, same_outcome(exchange, exchange.doing, read, decide)))
     assert take is not None
     loadable = take.loadable(rank_group)
 

@@ -148,7 +148,7 @@ def _save(
             return left, f"{type(error).__name__}: {error}"
 
     try:
-        older, trouble = exchange.run(write, complete)
+        older, trouble = same_outcome(exchange, exchange.doing, write, complete)
     except Exception:
         # After silence nobody knows whether rank 0 has completed the checkpoint: what it may name
         # stays, and is removed by the next save if it does not.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.agreement import RanksDisagree, require_agreement
+from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.gloo.local_ranks import LocalRanks, Messages, SharedRead, find_local_ranks
 from onecopy.comm.gloo.shared_memory import SharedMemory
 from onecopy.comm.gloo.topology import Topology, ranks_after
@@ -67,6 +67,8 @@ class Handle:
 
 # Who is on the same host, by group: found once, by all ranks together.
 _local_ranks: weakref.WeakKeyDictionary[Any, LocalRanks] = weakref.WeakKeyDictionary()
+# Groups with an optimizer whose buckets are all-gathered by gloo, too: with ONECOPY_COMM=c10d.
+_gathering_by_gloo: weakref.WeakSet[Any] = weakref.WeakSet()
 GATHER_TAGS = 1 << 20  # those below are of gathers, the others of gradients
 
 
@@ -102,9 +104,9 @@ class RankGroup:
         self.rank, self.world_size = self.monitor.rank, self.monitor.world_size
         self._group = self.monitor.group
         self._global_ranks = dist.get_process_group_ranks(self._group)
-        self._meets_first = self._backends.get(self.control_device.type) == "gloo"
         self._is_native_everywhere = self._agree_on_c10d()
-        self._meets_first &= self._is_native_everywhere
+        if self._is_native_everywhere and self._backends.get(self.control_device.type) == "gloo":
+            _gathering_by_gloo.add(self.user_group)
         self.monitor.meet(self._find_neighbours())
         weakref.finalize(self, self.local_ranks.forget)
 
@@ -124,7 +126,7 @@ class RankGroup:
         asked = os.environ.get("ONECOPY_COMM", "")
         chosen = f"ONECOPY_COMM={asked or 'auto'}"
         try:
-            require_agreement(self, "building the optimizer", [chosen])
+            same_outcome(self, "building the optimizer", lambda: [chosen])
             return forces_c10d(os.environ)
         except ValueError:
             self.monitor.meet(self.monitor.local_ranks)  # no optimizer is being built any more
@@ -141,7 +143,7 @@ class RankGroup:
         self.monitor.note(what)
         if self.compares_phases:
             try:
-                require_agreement(self, what, ())
+                same_outcome(self, what, list)
             except RanksDisagree:
                 self.when_disagreeing()  # on all ranks
                 raise
@@ -390,9 +392,9 @@ class RankGroup:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Equally long payloads of all ranks, by rank."""
-        if self._meets_first:
-            # Why: with c10d, buckets are all-gathered, too. gloo ends the process when an all-gather
-            # of one length meets one of another. A barrier meets nothing but a barrier.
+        if self.user_group in _gathering_by_gloo:
+            # Why: gloo ends a process in which all-gathers of two lengths meet. A barrier meets
+            # nothing but a barrier.
             with self.monitor.naming_absentees():
                 work = dist.barrier(self._group, async_op=True)
             self.monitor.wait_for([work])

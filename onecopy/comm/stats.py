@@ -10,11 +10,12 @@ import os
 import re
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,20 +25,26 @@ _MB = 10**6
 
 
 class Phase(Enum):
-    """What is done with a bucket; how it is called in a trace."""
+    """What is done with a bucket, as traces and ``comm_stats()`` name it."""
 
-    REDUCE = "reduce"  # gradients to their owners
-    STEP = "step"  # this rank's part is updated
-    GATHER = "gather"  # updated parameters to everybody
+    REDUCE_SCATTER = "reduce_scatter"  # gradients to their owners
+    STEP = "step"  # this rank's shards are updated
+    ALL_GATHER = "all_gather"  # updated parameters to all ranks
 
 
-def named(phase: Phase, bucket: int) -> torch.profiler.record_function:
+# As releases before named them, in traces and in ``CommStats.as_dict()``.
+_OLD_NAMES = {Phase.REDUCE_SCATTER.value: "reduce", Phase.ALL_GATHER.value: "gather"}
+_NEW_NAMES = {old: new for new, old in _OLD_NAMES.items()}
+
+
+def phase_named(name: str) -> str:
+    """The name of a phase that a trace names so, of this release or of one before."""
+    return _NEW_NAMES.get(name, name)
+
+
+def named(phase: Phase, bucket: int, waits: bool = False) -> torch.profiler.record_function:
     """A range in a profiler's trace."""
-    return torch.profiler.record_function(f"onecopy::{phase.value} {bucket}")
-
-
-def named_wait(phase: Phase, bucket: int) -> torch.profiler.record_function:
-    return torch.profiler.record_function(f"onecopy::wait for {phase.value} {bucket}")
+    return torch.profiler.record_function(f"onecopy::{'wait for ' * waits}{phase.value} {bucket}")
 
 
 @dataclass(slots=True)
@@ -56,11 +63,9 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Account:
-    """One phase of one bucket, summed over all that happened so far."""
+class _Totals:
+    """One phase of one bucket, summed over all steps."""
 
-    phase: Phase
-    bucket: int
     times: int = 0
     sent: Traffic = field(default_factory=Traffic)
     launching: float = 0.0  # seconds: packing included
@@ -68,58 +73,59 @@ class Account:
     under_way: float = 0.0  # from launch until somebody had waited
     launched_at: float = 0.0  # the last time
 
-    @property
-    def exposed(self) -> float:
-        return self.launching + self.waiting
-
 
 class Counters:
-    """All accounts of a rank."""
+    """Bytes and time of every phase of every bucket of a rank."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
-        self._accounts: dict[tuple[Phase, int], Account] = {}
-
-    @property
-    def accounts(self) -> list[Account]:
-        return list(self._accounts.values())
+        self._totals: defaultdict[tuple[Phase, int], _Totals] = defaultdict(_Totals)
 
     @contextlib.contextmanager
     def launching(self, phase: Phase, bucket: int) -> Iterator[None]:
-        account = self._account(phase, bucket)
+        totals = self._totals[phase, bucket]
         messages, sent = self._traffic.messages, self._traffic.bytes
         start = time.perf_counter()
         with named(phase, bucket):
             yield
-        account.launched_at = time.perf_counter()
-        account.launching += account.launched_at - start
-        account.times += 1
-        account.sent.messages += self._traffic.messages - messages
-        account.sent.bytes += self._traffic.bytes - sent
+        totals.launched_at = time.perf_counter()
+        totals.launching += totals.launched_at - start
+        totals.times += 1
+        totals.sent.messages += self._traffic.messages - messages
+        totals.sent.bytes += self._traffic.bytes - sent
 
     @contextlib.contextmanager
     def waiting(self, phase: Phase, bucket: int) -> Iterator[None]:
-        account = self._account(phase, bucket)
+        totals = self._totals[phase, bucket]
         start = time.perf_counter()
-        with named_wait(phase, bucket):
+        with named(phase, bucket, waits=True):
             yield
         end = time.perf_counter()
-        account.waiting += end - start
-        account.under_way += end - account.launched_at
+        totals.waiting += end - start
+        totals.under_way += end - totals.launched_at
 
-    def _account(self, phase: Phase, bucket: int) -> Account:
-        key = phase, bucket
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = Account(phase, bucket)
-        return account
+    def stats(self, steps: int) -> CommStats:
+        buckets = [
+            BucketStats(
+                phase.value,
+                bucket,
+                totals.times,
+                totals.sent.messages,
+                totals.sent.bytes,
+                exposed=totals.launching + totals.waiting,
+                hidden=max(0.0, totals.under_way - totals.waiting),
+            )
+            for (phase, bucket), totals in self._totals.items()
+        ]
+        buckets.sort(key=lambda each: (each.phase, each.bucket))
+        return CommStats(steps, self._traffic.messages, self._traffic.bytes, tuple(buckets))
 
 
 @dataclass(frozen=True, slots=True)
 class BucketStats:
     """One phase of one bucket on this rank, summed over all steps."""
 
-    phase: str  # "reduce" or "gather"
+    phase: str  # "reduce_scatter" or "all_gather"
     bucket: int
     times: int
     messages: int
@@ -141,7 +147,11 @@ class CommStats:
     buckets: tuple[BucketStats, ...]
 
     def as_dict(self) -> dict[str, float]:
-        """Flat, for TensorBoard and the like: ``{"bytes": ..., "gather/exposed": ...}``."""
+        """Flat, for TensorBoard and the like: ``{"bytes": ..., "all_gather/exposed": ...}``.
+
+        For one release, ``reduce/...`` and ``gather/...`` say the same as ``reduce_scatter/...``
+        and ``all_gather/...``.
+        """
         found: dict[str, float] = {
             "steps": self.steps,
             "messages": self.messages,
@@ -150,38 +160,25 @@ class CommStats:
         for phase in dict.fromkeys(each.phase for each in self.buckets):
             of_phase = [each for each in self.buckets if each.phase == phase]
             for name in ("times", "messages", "bytes", "exposed", "hidden"):
-                found[f"{phase}/{name}"] = sum(getattr(each, name) for each in of_phase)
+                total = sum(getattr(each, name) for each in of_phase)
+                found[f"{phase}/{name}"] = found[f"{_OLD_NAMES[phase]}/{name}"] = total
         return found
 
     def __str__(self) -> str:
-        head = f"{'':14}{'times':>7}{'messages':>10}{'MB sent':>10}{'exposed':>11}{'hidden':>11}"
+        head = f"{'':19}{'times':>7}{'messages':>10}{'MB sent':>10}{'exposed':>11}{'hidden':>11}"
         lines = [
-            f"{f'{each.phase} {each.bucket}':14}{each.times:7}{each.messages:10}"
+            f"{f'{each.phase} {each.bucket}':19}{each.times:7}{each.messages:10}"
             f"{each.bytes / _MB:10.2f}{each.exposed * 1e3:8.1f} ms{each.hidden * 1e3:8.1f} ms"
             for each in self.buckets
         ]
         steps = f"{self.steps} steps"
-        total = f"{steps:21}{self.messages:10}{self.bytes / _MB:10.2f}"
+        total = f"{steps:26}{self.messages:10}{self.bytes / _MB:10.2f}"
         return "\n".join([head, *lines, total])
 
 
-def comm_stats(counters: Counters, traffic: Traffic, steps: int) -> CommStats:
-    buckets = tuple(
-        BucketStats(
-            account.phase.value,
-            account.bucket,
-            account.times,
-            account.sent.messages,
-            account.sent.bytes,
-            account.exposed,
-            max(0.0, account.under_way - account.waiting),
-        )
-        for account in sorted(counters.accounts, key=lambda a: (a.phase.value, a.bucket))
-    )
-    return CommStats(steps, traffic.messages, traffic.bytes, buckets)
+# ------------------------------------------------------------------ reading a trace
 
-
-_NAME = re.compile(r"onecopy::(wait for )?(reduce|step|gather) (\d+)")
+_NAME = re.compile(r"onecopy::(wait for )?(reduce_scatter|step|all_gather|reduce|gather) (\d+)")
 _STEP = re.compile(r"onecopy::optimizer step (\d+)")
 # A profiler shows a range again on the row of the stream that its kernels ran on.
 _REPEATED = "gpu_user_annotation"
@@ -191,7 +188,7 @@ _REPEATED = "gpu_user_annotation"
 class Span:
     """A stretch of time on one rank, in microseconds of its trace."""
 
-    phase: str  # "reduce", "step" or "gather"
+    phase: str  # "reduce_scatter", "step" or "all_gather"
     bucket: int
     start: float
     stop: float
@@ -275,7 +272,7 @@ class Timeline:
             first, last = min(first, start), max(last, stop)
             if match := _NAME.fullmatch(name):
                 wait, phase, bucket = match.groups()
-                spans.append(Span(phase, int(bucket), start, stop, is_wait=wait is not None))
+                spans.append(Span(phase_named(phase), int(bucket), start, stop, wait is not None))
             elif match := _STEP.fullmatch(name):
                 steps[int(match[1])] = (start, stop)
         if first > last:
@@ -306,7 +303,7 @@ class Timeline:
         return found
 
     def costs(self) -> dict[tuple[str, int | None], Cost]:
-        """By phase ("reduce" or "gather") and bucket, and by phase and None for all its buckets.
+        """By phase and bucket, and by phase and None for all its buckets.
 
         Launches and waits are exposed also where the other half is outside of the trace.
         """
@@ -396,87 +393,69 @@ def transfer_events(transfers: Sequence[Transfer], pid: int) -> list[dict[str, A
     return found
 
 
+# ------------------------------------------------------------------ recording a trace
+
 logger = logging.getLogger("onecopy")
 
 DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
 _DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
 METADATA = "onecopy"
 
-
-class Traced(NamedTuple):
-    """What a trace needs of the optimizer."""
-
-    wait: Callable[[], None]  # until nothing is under way
-    facts: Callable[[], Mapping[str, Any]]  # what else to write into the trace, plain values
+# What this process has begun to trace. The next optimizer must not write over it.
+_begun: set[Path] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the environment asks for."""
+class Tracer:
+    """Records some steps with torch's profiler, and writes a file for each rank."""
 
-    directory: Path
-    first: int
-    last: int
+    def __init__(self, directory: Path, first: int, last: int) -> None:
+        self.directory, self.first, self.last = directory, first, last
+        self._file: Path | None = None  # None: nothing is recorded
+        self._profiler: torch.profiler.profile | None = None
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Order | None:
-        directory = environment.get(DIRECTORY)
+    def from_environment(cls, environ: Mapping[str, str]) -> Tracer | None:
+        """What the environment asks for, if anything. Makes the directory: a run should not learn
+        that it cannot write when it has something to write."""
+        directory = environ.get(DIRECTORY)
         if not directory:
-            if STEPS in environment:
+            if STEPS in environ:
                 raise ValueError(f"{STEPS} has no effect without {DIRECTORY}=directory")
             return None
-        steps = environment.get(STEPS, _DEFAULT_STEPS)
+        steps = environ.get(STEPS, _DEFAULT_STEPS)
         match = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", steps)
         if match is None or int(match[1]) > int(match[2]):
             raise ValueError(
                 f"{STEPS}={steps}: expected the first and the last step to trace, counted from 1, "
                 f'as in "{_DEFAULT_STEPS}"'
             )
-        return cls(Path(directory).absolute(), int(match[1]), int(match[2]))
-
-    def make_directory(self) -> None:
-        """Early: a run should not learn that it cannot write when it has something to write."""
+        tracer = cls(Path(directory).absolute(), int(match[1]), int(match[2]))
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            tracer.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"{DIRECTORY}={self.directory}: traces cannot be written there: {error.strerror}"
+                f"{DIRECTORY}={tracer.directory}: traces cannot be written there: {error.strerror}"
             ) from error
+        return tracer
 
-    def file(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.json"
-
-
-# What this process has begun to trace. The next optimizer must not write over it.
-_begun: set[Path] = set()
-
-
-class Tracer:
-    """Starts the profiler when the time has come, and writes the file in the end."""
-
-    def __init__(self, order: Order, rank: int, traced: Traced) -> None:
-        self._order, self._rank, self._traced = order, rank, traced
-        self._profiler: torch.profiler.profile | None = None
-        if order.first == 1:
-            self._start()
-
-    @classmethod
-    def of(cls, order: Order | None, rank: int, traced: Traced) -> Tracer | None:
-        """None, if nothing is asked for, or if another optimizer of this process is traced to the
-        same file."""
-        if order is None:
-            return None
-        file = order.file(rank)
+    def begin(
+        self, rank: int, wait: Callable[[], None], facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """The optimizer is built. ``wait`` returns when nothing is under way; ``facts`` are plain
+        values to write into the trace. Nothing is recorded if another optimizer of this process is
+        traced to the same file."""
+        file = self.directory / f"rank-{rank}.json"
         if file in _begun:
             logger.warning("%s: another optimizer of this process is traced already", DIRECTORY)
-            return None
+            return
         _begun.add(file)
-        return cls(order, rank, traced)
+        self._file, self._rank, self._wait, self._facts = file, rank, wait, facts
+        self.step_finished(0)
 
     def step_finished(self, number: int) -> None:
-        if number == self._order.first - 1:
+        if number == self.first - 1 and self._file is not None:
             self._start()
-        elif number == self._order.last:
+        elif number == self.last:
             self.finish()
 
     def _start(self) -> None:
@@ -493,21 +472,20 @@ class Tracer:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
+        assert self._file is not None
         atexit.unregister(self.finish)
         # Why: torch's record of a transfer ends with it, and one that ends after the profiler has
         # stopped writes into memory that is gone.
         with contextlib.suppress(RuntimeError):  # the process group may be gone, at exit
-            self._traced.wait()
-        facts = {"rank": self._rank, **self._traced.facts()}
-        profiler.add_metadata_json(METADATA, json.dumps(facts))
+            self._wait()
+        profiler.add_metadata_json(METADATA, json.dumps({"rank": self._rank, **self._facts()}))
         profiler.stop()
-        file = self._order.file(self._rank)
         try:
-            _write(profiler, file)
+            _write(profiler, self._file)
         except (OSError, RuntimeError) as error:
-            logger.warning("the trace %s could not be written: %s", file, error)
+            logger.warning("the trace %s could not be written: %s", self._file, error)
         else:
-            logger.info("trace of rank %d written to %s", self._rank, file)
+            logger.info("trace of rank %d written to %s", self._rank, self._file)
 
 
 def _write(profiler: torch.profiler.profile, file: Path) -> None:

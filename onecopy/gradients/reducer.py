@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.comm.agreement import RanksDisagree, require_agreement
+from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.gloo.local_ranks import SharedRead
 from onecopy.comm.gloo.shared_memory import SharedMemory
 from onecopy.comm.gloo.topology import ReduceRoutes
@@ -609,7 +609,7 @@ class ReduceScatterQueue:
             flight.lane.shares_staging_with(lane) for flight in self._under_way
         ):
             self.land()
-        with self._rank_group.counters.launching(Phase.REDUCE, lane.bucket):
+        with self._rank_group.counters.launching(Phase.REDUCE_SCATTER, lane.bucket):
             if lane.memory is not None:  # maybe lent by another lane, also if this one only sends
                 self._rank_group.wait_until_read(lane.memory)
             lane.fill(gradients, share)
@@ -686,7 +686,7 @@ class ReduceScatterQueue:
     def land(self) -> None:
         """Wait for the bucket that left first, and add it to what this rank holds."""
         flight = self._under_way[0]
-        with self._rank_group.counters.waiting(Phase.REDUCE, flight.lane.bucket):
+        with self._rank_group.counters.waiting(Phase.REDUCE_SCATTER, flight.lane.bucket):
             flight.pending.wait()
             # Added up in part, or without being crossed off, it could not be added up again.
             with self._rank_group.monitor.or_give_up("adding up gradients"):
@@ -1124,7 +1124,7 @@ class GradientReducer:
         if not said.equally_often:
             held = f"with {plural(self.backwards, 'backward')} since the last step or zero_grad()"
             try:
-                require_agreement(self._rank_group, "reducing gradients", [held])
+                same_outcome(self._rank_group, "reducing gradients", lambda: [held])
             except RanksDisagree:
                 self.drop()  # on all ranks: nobody may step with a part of them
                 raise

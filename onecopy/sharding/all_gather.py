@@ -471,7 +471,7 @@ class AllGatherQueue:
         self.wait([other for other in self._launched if other % self._most == turn])
         if self._lender is not None:
             self._lender.make_free(bucket)
-        with torch.no_grad(), self._rank_group.counters.launching(Phase.GATHER, bucket):
+        with torch.no_grad(), self._rank_group.counters.launching(Phase.ALL_GATHER, bucket):
             self._launched[bucket] = transfer.start(self._rank_group)
 
     def finish(self) -> None:
@@ -493,7 +493,7 @@ class AllGatherQueue:
     @disable_dynamo
     def _arrive(self, bucket: int, journey: Journey) -> None:
         """Called by hooks on modules, which may be compiled: this is nothing to be traced."""
-        with torch.no_grad(), self._rank_group.counters.waiting(Phase.GATHER, bucket):
+        with torch.no_grad(), self._rank_group.counters.waiting(Phase.ALL_GATHER, bucket):
             self._prepared()[bucket].arrive(journey)
 
     @property

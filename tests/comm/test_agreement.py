@@ -15,14 +15,14 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from inside import (
-    EXCHANGE_ANSWER_SECONDS,
-    EXCHANGE_BEAT_SECONDS,
-    EXCHANGE_DEAD_SECONDS,
-    EXCHANGE_LONGEST_NAP,
+    STORE_ANSWER_SECONDS,
+    STORE_BEAT_SECONDS,
+    STORE_DEAD_SECONDS,
+    STORE_LONGEST_NAP,
 )
 
 from onecopy.comm import agreement
-from onecopy.comm.agreement import RanksDisagree, StoreChannel, require_agreement, same_outcome
+from onecopy.comm.agreement import RanksDisagree, StoreChannel, same_outcome
 from onecopy.planning import text
 from onecopy.planning.text import name_ranks
 
@@ -38,7 +38,7 @@ class Wire:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT)
 
 
-class FakeChannel:
+class MemoryChannel:
     """One rank of a world of threads, with the strictness of real collectives."""
 
     whose = ""
@@ -69,13 +69,13 @@ class FakeChannel:
         return gathered
 
 
-def on_ranks(size: int, body: Callable[[FakeChannel], Any]) -> list[BaseException | None]:
+def on_ranks(size: int, body: Callable[[MemoryChannel], Any]) -> list[BaseException | None]:
     """What each rank raised."""
     wire = Wire(size)
 
     def run(rank: int) -> BaseException | None:
         try:
-            body(FakeChannel(wire, rank))
+            body(MemoryChannel(wire, rank))
         except Exception as error:
             return error
         return None
@@ -86,7 +86,7 @@ def on_ranks(size: int, body: Callable[[FakeChannel], Any]) -> list[BaseExceptio
 
 def compare(lines: Sequence[Sequence[str]], subject: str = "testing") -> str | None:
     """The message of the error that all ranks raised, or None if they agreed."""
-    raised = on_ranks(len(lines), lambda ch: require_agreement(ch, subject, lines[ch.rank]))
+    raised = on_ranks(len(lines), lambda ch: same_outcome(ch, subject, lambda: lines[ch.rank]))
     if all(error is None for error in raised):
         return None
     assert {type(error) for error in raised} == {RanksDisagree}
@@ -108,7 +108,7 @@ def test_ranks_that_hold_the_same_agree(size: int) -> None:
 
 
 def test_agreement_costs_32_bytes_of_each_rank() -> None:
-    class Counting(FakeChannel):
+    class Counting(MemoryChannel):
         def all_gather_bytes(self, payload: bytes) -> list[bytes]:
             calls.append(len(payload))
             return super().all_gather_bytes(payload)
@@ -119,8 +119,8 @@ def test_agreement_costs_32_bytes_of_each_rank() -> None:
     calls: list[int] = []
     lines = [f"line {i}" for i in range(1000)]
 
-    def body(channel: FakeChannel) -> None:
-        require_agreement(Counting(channel.wire, channel.rank), "counting", lines)
+    def body(channel: MemoryChannel) -> None:
+        same_outcome(Counting(channel.wire, channel.rank), "counting", lambda: lines)
 
     assert on_ranks(3, body) == [None] * 3
     assert calls == [32] * 3
@@ -215,7 +215,7 @@ def test_for_any_lines_the_first_difference_splits_the_ranks_rightly(
 def test_all_ranks_prepare_and_agree(size: int) -> None:
     prepared = []
 
-    def body(channel: FakeChannel) -> None:
+    def body(channel: MemoryChannel) -> None:
         same_outcome(channel, "trying", lambda: prepared.append(channel.rank) or ["same"])
 
     assert on_ranks(size, body) == [None] * size
@@ -238,7 +238,7 @@ def test_a_failure_on_one_rank_is_raised_there_and_told_to_the_others(
 ) -> None:
     raised_there = failure("no such\nthing")
 
-    def body(channel: FakeChannel) -> None:
+    def body(channel: MemoryChannel) -> None:
         def prepare() -> list[str]:
             if channel.rank == failing:
                 raise raised_there
@@ -259,7 +259,7 @@ def test_a_failure_on_one_rank_is_raised_there_and_told_to_the_others(
 
 
 def test_a_failure_on_every_rank_is_raised_as_it_is() -> None:
-    def body(channel: FakeChannel) -> None:
+    def body(channel: MemoryChannel) -> None:
         def prepare() -> list[str]:
             raise TypeError("not an optimizer")
 
@@ -269,7 +269,7 @@ def test_a_failure_on_every_rank_is_raised_as_it_is() -> None:
 
 
 def test_different_failures_are_each_raised_where_they_happened() -> None:
-    def body(channel: FakeChannel) -> None:
+    def body(channel: MemoryChannel) -> None:
         def prepare() -> list[str]:
             if channel.rank == 2:
                 return ["fine"]
@@ -330,14 +330,14 @@ class Ranks:
 
     def __init__(self, size: int, patience: float = PATIENT) -> None:
         self.store = dist.HashStore()
-        self.exchanges = [
+        self.channels = [
             StoreChannel(self.store, rank, size, "token", patience, "testing")
             for rank in range(size)
         ]
 
     def run(self, body: Callable[[StoreChannel], Any]) -> list[Any]:
         """What each returned or raised."""
-        outcomes: list[Any] = [None] * len(self.exchanges)
+        outcomes: list[Any] = [None] * len(self.channels)
 
         def perform(round_: StoreChannel) -> None:
             try:
@@ -345,13 +345,17 @@ class Ranks:
             except Exception as error:
                 outcomes[round_.rank] = error
 
-        threads = [threading.Thread(target=perform, args=(e,), daemon=True) for e in self.exchanges]
+        threads = [threading.Thread(target=perform, args=(e,), daemon=True) for e in self.channels]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=PATIENT)
         assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
         return outcomes
+
+
+def decided(channel: StoreChannel, work: Callable[[], Any], decide: Callable[..., Any]) -> Any:
+    return same_outcome(channel, channel.doing, work, decide)
 
 
 def number_of_keys(store: dist.HashStore) -> int:
@@ -375,7 +379,7 @@ def test_every_rank_gets_what_rank_0_decided_from_all_results(size: int) -> None
             deciders.append(round_.rank)
             return {"all": results}
 
-        return round_.run(lambda: [round_.rank, "x" * round_.rank, None], decide)
+        return decided(round_, lambda: [round_.rank, "x" * round_.rank, None], decide)
 
     decision = {"all": [[rank, "x" * rank, None] for rank in range(size)]}
     assert ranks.run(body) == [decision] * size
@@ -394,7 +398,7 @@ def test_an_error_on_one_rank_is_raised_on_all(size: int, error: type[Exception]
             if round_.rank == culprit:
                 raise error("no luck")
 
-        return round_.run(work, lambda _: pytest.fail("there is nothing to decide"))
+        return decided(round_, work, lambda _: pytest.fail("there is nothing to decide"))
 
     raised = the_one_error(ranks.run(body))
     assert type(raised) is error
@@ -412,7 +416,7 @@ def test_different_errors_on_several_ranks_are_all_told_on_all() -> None:
             if round_.rank in texts:
                 raise ValueError(texts[round_.rank])
 
-        return round_.run(work, lambda _: None)
+        return decided(round_, work, lambda _: None)
 
     raised = the_one_error(ranks.run(body))
     assert type(raised) is ValueError
@@ -426,7 +430,7 @@ def test_the_same_error_on_all_ranks_is_told_once() -> None:
         def work() -> None:
             raise FileNotFoundError("the one text")
 
-        return round_.run(work, lambda _: None)
+        return decided(round_, work, lambda _: None)
 
     raised = the_one_error(Ranks(3).run(body))
     assert type(raised) is FileNotFoundError
@@ -441,7 +445,7 @@ def test_an_error_in_the_decision_is_raised_on_all_ranks(size: int) -> None:
         def decide(results: list[Any]) -> None:
             raise ValueError(f"{len(results)} results do not fit")
 
-        return round_.run(lambda: 0, decide)
+        return decided(round_, lambda: 0, decide)
 
     raised = the_one_error(ranks.run(body))
     assert (type(raised), str(raised)) == (ValueError, f"{size} results do not fit")
@@ -464,7 +468,7 @@ def test_a_class_that_others_may_not_know_is_raised_as_the_nearest_that_they_do(
                 if round_.rank == 1:
                     raise own("why")
 
-            return round_.run(work, lambda _: None)
+            return decided(round_, work, lambda _: None)
 
         raised = the_one_error(ranks.run(body))
         assert type(raised) is expected
@@ -477,7 +481,7 @@ def test_the_rank_that_raised_keeps_its_own_exception_as_the_cause() -> None:
             if round_.rank == 1:
                 raise Odd("mine")
 
-        return round_.run(work, lambda _: None)
+        return decided(round_, work, lambda _: None)
 
     outcomes = Ranks(2).run(body)
     assert isinstance(outcomes[1].__cause__, Odd)
@@ -488,7 +492,7 @@ def test_ranks_that_show_no_sign_of_life_are_named(silent: list[int]) -> None:
     ranks = Ranks(5, patience=0.3)
 
     def body(round_: StoreChannel) -> Any:
-        return None if round_.rank in silent else round_.run(lambda: 0, lambda _: 0)
+        return None if round_.rank in silent else decided(round_, lambda: 0, lambda _: 0)
 
     outcomes = ranks.run(body)
     # Rank 0 sees who is missing; the others lose rank 0, which has given up.
@@ -503,12 +507,12 @@ def test_ranks_that_show_no_sign_of_life_are_named(silent: list[int]) -> None:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_rank_is_named_long_before_patience_ends(dead: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.05)
-    monkeypatch.setattr(*EXCHANGE_DEAD_SECONDS, 2.0)
+    monkeypatch.setattr(*STORE_BEAT_SECONDS, 0.05)
+    monkeypatch.setattr(*STORE_DEAD_SECONDS, 2.0)
     ranks = Ranks(3, patience=1000.0)
 
     def body(round_: StoreChannel) -> Any:
-        return None if round_.rank == dead else round_.run(lambda: 0, lambda _: 0)
+        return None if round_.rank == dead else decided(round_, lambda: 0, lambda _: 0)
 
     outcomes = ranks.run(body)
     judge = 1 if dead == 0 else 0
@@ -521,8 +525,8 @@ def test_a_dead_rank_is_named_long_before_patience_ends(dead: int, monkeypatch: 
 def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
     slow: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.02)
-    monkeypatch.setattr(*EXCHANGE_DEAD_SECONDS, 1.0)
+    monkeypatch.setattr(*STORE_BEAT_SECONDS, 0.02)
+    monkeypatch.setattr(*STORE_DEAD_SECONDS, 1.0)
     ranks = Ranks(3)
     pause = threading.Event()
 
@@ -531,7 +535,7 @@ def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
             pause.wait(3.0 if round_.rank == slow else 0.0)  # in one call, without a beat
             return round_.rank
 
-        return round_.run(work, sum)
+        return decided(round_, work, sum)
 
     assert ranks.run(body) == [3, 3, 3]
     assert number_of_keys(ranks.store) == 0
@@ -539,8 +543,8 @@ def test_a_rank_that_lives_is_waited_for_though_its_disk_is_slow(
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_that_beats_is_waited_for(slow: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.02)
-    monkeypatch.setattr(*EXCHANGE_LONGEST_NAP, 0.05)
+    monkeypatch.setattr(*STORE_BEAT_SECONDS, 0.02)
+    monkeypatch.setattr(*STORE_LONGEST_NAP, 0.05)
     ranks = Ranks(3, patience=0.5)
     pause = threading.Event()
 
@@ -551,15 +555,15 @@ def test_a_slow_rank_that_beats_is_waited_for(slow: int, monkeypatch: Any) -> No
                 round_.beat()
             return round_.rank
 
-        return round_.run(work, sum)
+        return decided(round_, work, sum)
 
     assert ranks.run(body) == [3, 3, 3]
     assert number_of_keys(ranks.store) == 0
 
 
 def test_a_slow_decision_is_not_mistaken_for_a_silent_rank(monkeypatch: Any) -> None:
-    monkeypatch.setattr(*EXCHANGE_BEAT_SECONDS, 0.02)
-    monkeypatch.setattr(*EXCHANGE_LONGEST_NAP, 0.05)
+    monkeypatch.setattr(*STORE_BEAT_SECONDS, 0.02)
+    monkeypatch.setattr(*STORE_LONGEST_NAP, 0.05)
     ranks = Ranks(3, patience=0.5)
     pause = threading.Event()
 
@@ -570,7 +574,7 @@ def test_a_slow_decision_is_not_mistaken_for_a_silent_rank(monkeypatch: Any) -> 
                 round_.beat()
             return sum(results)
 
-        return round_.run(lambda: round_.rank, decide)
+        return decided(round_, lambda: round_.rank, decide)
 
     assert ranks.run(body) == [3, 3, 3]
     assert number_of_keys(ranks.store) == 0
@@ -581,11 +585,11 @@ def test_rounds_on_one_store_do_not_meet() -> None:
     for number in range(3):
         ranks = Ranks(3)
         ranks.store = store
-        ranks.exchanges = [
+        ranks.channels = [
             StoreChannel(store, r, 3, f"round {number}", PATIENT, "x") for r in range(3)
         ]
         assert (
-            ranks.run(lambda e, n=number: e.run(lambda: [n, e.rank], json.dumps))
+            ranks.run(lambda e, n=number: decided(e, lambda: [n, e.rank], json.dumps))
             == [json.dumps([[number, rank] for rank in range(3)])] * 3
         )
     assert number_of_keys(store) == 0
@@ -594,7 +598,7 @@ def test_rounds_on_one_store_do_not_meet() -> None:
 def test_one_rank_needs_no_store() -> None:
     alone = StoreChannel(None, 0, 1, "token", PATIENT, "testing")
     alone.beat()
-    assert alone.run(lambda: [1], lambda results: results) == [[1]]
+    assert decided(alone, lambda: [1], lambda results: results) == [[1]]
 
 
 class Stopped(dist.HashStore):
@@ -615,9 +619,9 @@ class Gone(dist.HashStore):
 @pytest.mark.parametrize("store", [Stopped, Gone])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_is_lost_is_explained(rank: int, store: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(*EXCHANGE_ANSWER_SECONDS, 0.2)
+    monkeypatch.setattr(*STORE_ANSWER_SECONDS, 0.2)
     alone = StoreChannel(store(), rank, 2, "token", 0.2, "testing", lambda: "who was where")
     with pytest.raises(RuntimeError, match="who was where") as caught:
-        alone.run(lambda: 0, lambda _: 0)
+        decided(alone, lambda: 0, lambda _: 0)
     assert isinstance(caught.value.__cause__, agreement.StoreLost)
     assert not alone.is_decided

@@ -28,10 +28,10 @@ from torch.optim import AdamW
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.stats import (
     Cost,
-    Order,
     Span,
     Step,
     Timeline,
+    Tracer,
     Transfer,
     length,
     overlap,
@@ -43,18 +43,26 @@ from onecopy.comm.stats import (
 
 
 def test_nothing_is_asked_for_unless_the_variable_is_set() -> None:
-    assert Order.from_environment({}) is None
-    assert Order.from_environment({"ONECOPY_TRACE": ""}) is None
+    assert Tracer.from_environment({}) is None
+    assert Tracer.from_environment({"ONECOPY_TRACE": ""}) is None
     with pytest.raises(ValueError, match="ONECOPY_TRACE_STEPS has no effect without"):
-        Order.from_environment({"ONECOPY_TRACE_STEPS": "3-5"})
+        Tracer.from_environment({"ONECOPY_TRACE_STEPS": "3-5"})
 
 
-def test_the_third_to_the_fifth_step_unless_others_are_named() -> None:
-    order = Order.from_environment({"ONECOPY_TRACE": "/traces"})
-    assert order == Order(Path("/traces"), 3, 5)
-    assert order.file(7) == Path("/traces/rank-7.json")
-    named = Order.from_environment({"ONECOPY_TRACE": "traces", "ONECOPY_TRACE_STEPS": "10-10"})
-    assert named == Order(Path.cwd() / "traces", 10, 10)  # whatever directory training goes to
+def asked_for(**environ: str) -> tuple[Path, int, int]:
+    tracer = Tracer.from_environment(environ)
+    assert tracer is not None
+    return tracer.directory, tracer.first, tracer.last
+
+
+def test_the_third_to_the_fifth_step_unless_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked_for(ONECOPY_TRACE=str(tmp_path / "x")) == (tmp_path / "x", 3, 5)
+    assert (tmp_path / "x").is_dir()  # whoever cannot write there learns it early
+    monkeypatch.chdir(tmp_path)
+    named = asked_for(ONECOPY_TRACE="traces", ONECOPY_TRACE_STEPS="10-10")
+    assert named == (tmp_path / "traces", 10, 10)  # whatever directory training goes to
 
 
 BAD_STEPS = ["", "3", "0-2", "5-3", "a-b", "1-", "-1-2", "1 - 2", "1-2-3", "01-2"]
@@ -63,7 +71,7 @@ BAD_STEPS = ["", "3", "0-2", "5-3", "a-b", "1-", "-1-2", "1 - 2", "1-2-3", "01-2
 @pytest.mark.parametrize("steps", BAD_STEPS)
 def test_bad_steps(steps: str) -> None:
     with pytest.raises(ValueError, match=r'expected the first and the last step .* as in "3-5"'):
-        Order.from_environment({"ONECOPY_TRACE": "x", "ONECOPY_TRACE_STEPS": steps})
+        Tracer.from_environment({"ONECOPY_TRACE": "x", "ONECOPY_TRACE_STEPS": steps})
 
 
 # ------------------------------------------------------------------ on ranks
@@ -132,14 +140,18 @@ def test_every_phase_of_every_bucket_is_named(world: World, kind: str, tmp_path:
     buckets = range(len(plan_of(optimizer).buckets))
     mine = {owned.shard.bucket for owned in local_of(optimizer).shards}
     for bucket in buckets:
-        assert named[f"gather {bucket}"] == 2
+        assert named[f"all_gather {bucket}"] == 2
         # If lazy, those of the step before are awaited in the first traced forward.
-        assert named[f"wait for gather {bucket}"] == (3 if "lazy" in kind else 2)
+        assert named[f"wait for all_gather {bucket}"] == (3 if "lazy" in kind else 2)
         assert named[f"step {bucket}"] == (2 if bucket in mine else 0)
         reduced = 2 if "attached" in kind else 0
-        assert named[f"reduce {bucket}"] == named[f"wait for reduce {bucket}"] == reduced
+        assert (
+            named[f"reduce_scatter {bucket}"]
+            == named[f"wait for reduce_scatter {bucket}"]
+            == reduced
+        )
     flying = Counter((e["ph"], e["name"]) for e in events if e.get("cat") == "onecopy")
-    phases = ["gather", "reduce"] if "attached" in kind else ["gather"]
+    phases = ["all_gather", "reduce_scatter"] if "attached" in kind else ["all_gather"]
     expected = {f"{phase} {bucket} under way" for phase in phases for bucket in buckets}
     assert flying == {(end, name): 2 for end in "be" for name in expected}
 
@@ -209,7 +221,7 @@ def test_a_profiler_that_runs_already_is_left_alone(world: World, tmp_path: Path
         training.go_on(4)
     assert lines == ["ONECOPY_TRACE has no effect: a profiler is running already"]
     assert not list(tmp_path.iterdir())
-    assert "onecopy::gather 0" in {event.key for event in profiler.key_averages()}
+    assert "onecopy::all_gather 0" in {event.key for event in profiler.key_averages()}
 
 
 @distributed(2)
@@ -292,37 +304,42 @@ def event(name: str, start: float, stop: float, **others: Any) -> dict[str, Any]
 TRACE = [
     {"ph": "M", "name": "process_name"},  # without a time
     {"ph": "X", "name": "aten::mm", "ts": 0.0, "dur": 100.0},
-    event("wait for gather 1", 2, 3),  # launched before the trace began
-    event("reduce 0", 10, 12),
-    event("reduce 1", 20, 22),
-    event("wait for reduce 0", 30, 31),
-    event("wait for reduce 1", 31, 35),
+    event("wait for all_gather 1", 2, 3),  # launched before the trace began
+    event("reduce_scatter 0", 10, 12),
+    event("reduce_scatter 1", 20, 22),
+    event("wait for reduce_scatter 0", 30, 31),
+    event("wait for reduce_scatter 1", 31, 35),
     event("optimizer step 3", 29, 50),
     event("step 0", 36, 40),
-    event("gather 0", 40, 41),
-    event("gather 0", 40, 70, cat="gpu_user_annotation"),  # the same on the row of a stream
-    event("gather 1", 45, 46),  # nobody waits for it
-    event("wait for gather 0", 52, 53),  # after the step
+    event("all_gather 0", 40, 41),
+    event("all_gather 0", 40, 70, cat="gpu_user_annotation"),  # the same on the row of a stream
+    event("all_gather 1", 45, 46),  # nobody waits for it
+    event("wait for all_gather 0", 52, 53),  # after the step
     event("unknown 0", 1, 2),
-    {"ph": "X", "name": "my onecopy::reduce 7", "ts": 5, "dur": 1},
+    {"ph": "X", "name": "my onecopy::reduce_scatter 7", "ts": 5, "dur": 1},
 ]
 
 
 def test_phases_are_found_by_their_names_in_order() -> None:
     timeline = Timeline.of(reversed(TRACE))
     assert [(s.phase, s.bucket, s.is_wait) for s in timeline.spans] == [
-        ("gather", 1, True),
-        ("reduce", 0, False),
-        ("reduce", 1, False),
-        ("reduce", 0, True),
-        ("reduce", 1, True),
+        ("all_gather", 1, True),
+        ("reduce_scatter", 0, False),
+        ("reduce_scatter", 1, False),
+        ("reduce_scatter", 0, True),
+        ("reduce_scatter", 1, True),
         ("step", 0, False),
-        ("gather", 0, False),
-        ("gather", 1, False),
-        ("gather", 0, True),
+        ("all_gather", 0, False),
+        ("all_gather", 1, False),
+        ("all_gather", 0, True),
     ]
     assert timeline.steps == (Step(3, began=0, start=29, stop=50),)
     assert (timeline.start, timeline.stop) == (0, 100)
+
+
+def test_traces_of_releases_before_are_read() -> None:
+    old = json.dumps(TRACE).replace("reduce_scatter", "reduce").replace("all_gather", "gather")
+    assert Timeline.of(json.loads(old)) == Timeline.of(TRACE)
 
 
 def test_steps_begin_where_the_one_before_has_ended() -> None:
@@ -336,34 +353,34 @@ def test_nothing_in_a_trace_is_an_empty_timeline() -> None:
 
 def test_transfers_are_launches_with_their_waits() -> None:
     found = Timeline.of(TRACE).transfers()
-    assert [each.name for each in found] == ["reduce 0", "reduce 1", "gather 0"]
+    assert [each.name for each in found] == ["reduce_scatter 0", "reduce_scatter 1", "all_gather 0"]
     assert [each.exposed for each in found] == [3, 6, 2]
     assert [each.hidden for each in found] == [18, 9, 11]
 
 
 def test_what_comes_after_the_last_step_can_be_left_out() -> None:
     timeline = Timeline.of(TRACE).of_steps()
-    assert [each.name for each in timeline.transfers()] == ["reduce 0", "reduce 1"]
+    assert [each.name for each in timeline.transfers()] == ["reduce_scatter 0", "reduce_scatter 1"]
     assert timeline.stop == 50
 
 
 def test_a_moment_counts_once_whatever_is_under_way() -> None:
     costs = Timeline.of(TRACE).costs()
     # Under way from 12 to 30 and from 22 to 31, but for the launch and the wait in between.
-    assert costs["reduce", None] == Cost(exposed=2 + 2 + 1 + 4, hidden=18 - 2)
-    assert costs["reduce", 0] == Cost(exposed=3, hidden=18 - 2)
-    assert costs["reduce", 1] == Cost(exposed=6, hidden=8)
-    assert costs["gather", None] == Cost(exposed=1 + 1 + 1 + 1, hidden=11 - 1)
+    assert costs["reduce_scatter", None] == Cost(exposed=2 + 2 + 1 + 4, hidden=18 - 2)
+    assert costs["reduce_scatter", 0] == Cost(exposed=3, hidden=18 - 2)
+    assert costs["reduce_scatter", 1] == Cost(exposed=6, hidden=8)
+    assert costs["all_gather", None] == Cost(exposed=1 + 1 + 1 + 1, hidden=11 - 1)
     assert ("step", 0) not in costs
 
 
 def test_flights_are_asynchronous_events_on_rows_of_their_own() -> None:
     found = transfer_events(Timeline.of(TRACE).transfers(), pid=7)
     assert [(each["ph"], each["name"], each["ts"]) for each in found[:4]] == [
-        ("b", "reduce 0 under way", 10),
-        ("e", "reduce 0 under way", 31),
-        ("b", "reduce 1 under way", 20),
-        ("e", "reduce 1 under way", 35),
+        ("b", "reduce_scatter 0 under way", 10),
+        ("e", "reduce_scatter 0 under way", 31),
+        ("b", "reduce_scatter 1 under way", 20),
+        ("e", "reduce_scatter 1 under way", 35),
     ]
     assert len({each["id"] for each in found}) == 3
     assert {each["pid"] for each in found} == {7}
@@ -397,7 +414,7 @@ def schedules(draw: st.DrawFn) -> list[Span]:
         clock += draw(st.integers(0, 5))
         start = clock
         clock += draw(st.integers(0, 5))
-        key = draw(st.sampled_from(["reduce", "gather"])), draw(st.integers(0, 3))
+        key = draw(st.sampled_from(["reduce_scatter", "all_gather"])), draw(st.integers(0, 3))
         spans.append(Span(*key, start, clock, is_wait=key in flying))
         flying ^= {key}
     return spans
@@ -422,7 +439,7 @@ def test_transfers_pair_launches_and_waits(spans: list[Span]) -> None:
         first, last = (next(i for i, s in enumerate(spans) if s is t) for t in each_end(each))
         between = [(s.phase, s.bucket) for s in spans[first + 1 : last]]
         assert (each.wait.phase, each.wait.bucket) not in between
-    for phase in ("reduce", "gather"):
+    for phase in ("reduce_scatter", "all_gather"):
         cost = timeline.costs().get((phase, None), Cost(0, 0))
         whole = max((span.stop for span in spans), default=0)
         assert cost.exposed >= 0 <= cost.hidden
@@ -434,4 +451,4 @@ def test_transfers_pair_launches_and_waits(spans: list[Span]) -> None:
 def test_a_time_that_no_clock_can_have_shown_is_refused(value: object) -> None:
     for times in ({"ts": value, "dur": 1}, {"ts": 1, "dur": value}):
         with pytest.raises(ValueError, match="is no time"):
-            Timeline.of([{"ph": "X", "name": "onecopy::reduce 0", **times}])
+            Timeline.of([{"ph": "X", "name": "onecopy::reduce_scatter 0", **times}])

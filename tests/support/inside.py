@@ -180,7 +180,7 @@ def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Any:
 
 
 def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
-    return optimizer._tracing is not None
+    return optimizer._tracing is not None and optimizer._tracing._file is not None
 
 
 def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> CorruptionCheck:
@@ -275,10 +275,10 @@ BACKENDS = (group, "backends")
 BEFORE_LAZY_FORWARD = (LazyGather, "_before")
 CLAIM_BUCKET = (GradientReducer, "_claim")  # for the thread that will launch it
 CAN_READ = (local_ranks, "_can_read")
-EXCHANGE_ANSWER_SECONDS = (agreement, "_ANSWER_SECONDS")
-EXCHANGE_BEAT_SECONDS = (agreement, "_BEAT_SECONDS")
-EXCHANGE_DEAD_SECONDS = (agreement, "_DEAD_SECONDS")
-EXCHANGE_LONGEST_NAP = (agreement, "_LONGEST_NAP")
+STORE_ANSWER_SECONDS = (agreement, "_ANSWER_SECONDS")
+STORE_BEAT_SECONDS = (agreement, "_BEAT_SECONDS")
+STORE_DEAD_SECONDS = (agreement, "_DEAD_SECONDS")
+STORE_LONGEST_NAP = (agreement, "_LONGEST_NAP")
 FIND_NEIGHBOURS = (group, "find_local_ranks")
 NOTES_ANSWER_SECONDS = (monitor, "ANSWER_WITHIN")
 NOTES_REPORT_SECONDS = (monitor, "REPORT_WITHIN")

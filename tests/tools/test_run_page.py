@@ -36,13 +36,13 @@ def trace_of(rank: int, world: int = 2, buckets: int = 2, **facts: Any) -> dict[
         add(f"onecopy::optimizer step {number}", begin + 90, begin + 100)
         for b in range(buckets):
             at = begin + 50 + b * width
-            add(f"onecopy::reduce {b}", at, at + width / 2)
+            add(f"onecopy::reduce_scatter {b}", at, at + width / 2)
             wait = begin + 90 + b * width / 10
-            add(f"onecopy::wait for reduce {b}", wait, wait + width / 10)
+            add(f"onecopy::wait for reduce_scatter {b}", wait, wait + width / 10)
             at = begin + 94 + b * width
             add(f"onecopy::step {b}", at, at + width / 4)
-            add(f"onecopy::gather {b}", at + width / 4, at + width / 2)
-            add(f"onecopy::wait for gather {b}", begin + 99.2, begin + 99.4)
+            add(f"onecopy::all_gather {b}", at + width / 4, at + width / 2)
+            add(f"onecopy::wait for all_gather {b}", begin + 99.2, begin + 99.4)
     memory = MemoryReport(4000, 2000, {"exp_avg": 2000, "exp_avg_sq": 2000}, 0, 500, 0)
     return {
         "traceEvents": events,
@@ -57,7 +57,7 @@ def trace_of(rank: int, world: int = 2, buckets: int = 2, **facts: Any) -> dict[
             "buckets": [
                 {"phase": phase, "bucket": b, "times": 4, "messages": 4, "bytes": 4_000_000 + b}
                 | {"exposed": 0.1, "hidden": 0.2}
-                for phase in ("gather", "reduce")
+                for phase in ("all_gather", "reduce_scatter")
                 for b in range(buckets)
             ],
             **facts,
@@ -88,14 +88,14 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [trace.rank for trace in run.traces] == [0, 1]
     assert (run.world_size, run.bucket_numbers) == (2, (0, 1))
     assert [step.number for step in run.traces[0].timeline.steps] == [3, 4]
-    assert run.phases == ("reduce", "gather")
+    assert run.phases == ("reduce_scatter", "all_gather")
     assert (run.title, run.in_words()) == ("Steps 3 to 4 on 2 ranks", "AdamW, attached, gloo")
     first = run.traces[0]
     assert first.memory.total == 10_500
     assert first.step_time == pytest.approx(100 * MS)
-    assert first.sent()["reduce", 1] == 1_000_000.25
+    assert first.sent()["reduce_scatter", 1] == 1_000_000.25
     assert sum(first.sent().values()) == 4_000_000.5
-    cost = first.cost("reduce")
+    cost = first.cost("reduce_scatter")
     assert cost.exposed == pytest.approx(2 * 1.25 * MS + 0.5 * MS)
     assert cost.hidden == pytest.approx((90 - 51.25 - 1.25) * MS)
 
@@ -181,7 +181,9 @@ def test_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert memory.splitlines()[1].split("   ")[-1].strip() == "10.5 kB"
     assert ranks.splitlines()[1].split()[:3] == ["0", "100.0", "ms"]
     assert [line.split()[:4] for line in buckets.splitlines()[1:]] == [
-        [phase, str(bucket), "1.00", "MB"] for bucket in (0, 1) for phase in ("reduce", "gather")
+        [phase, str(bucket), "1.00", "MB"]
+        for bucket in (0, 1)
+        for phase in ("reduce_scatter", "all_gather")
     ]
     assert "upper bounds" in note
     assert captured.err == ""
@@ -217,10 +219,10 @@ def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
             "step 3, forward and backward · 90.0 ms",
             "step 4, optimizer.step() · 10.0 ms",
             "step of bucket 1 · 625.0 us",
-            "reduce 0, launched · 1.2 ms",
-            "gather 1, launched · 625.0 us",
-            "reduce 0 under way, hidden · 38.8 ms",
-            "waited for gather 1 · 200.0 us",
+            "reduce_scatter 0, launched · 1.2 ms",
+            "all_gather 1, launched · 625.0 us",
+            "reduce_scatter 0 under way, hidden · 38.8 ms",
+            "waited for all_gather 1 · 200.0 us",
         ):
             assert f"rank {rank} · {text}" in found
     state = "optimizer state 4.00 kB (exp_avg 2.00 kB, exp_avg_sq 2.00 kB), 38% of its memory"
@@ -230,7 +232,7 @@ def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
 def test_drop_in_and_one_rank_have_fewer_rows(tmp_path: Path) -> None:
     trace = trace_of(0, 1)
     for event in list(trace["traceEvents"]):
-        if "reduce" in event["name"] or "gather" in event["name"]:
+        if "reduce_scatter" in event["name"] or "all_gather" in event["name"]:
             trace["traceEvents"].remove(event)
     trace["onecopy"]["buckets"] = []
     html = run_page(read_run(record(tmp_path, trace)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from onecopy.comm.stats import BucketStats, Cost, Timeline, measured
+from onecopy.comm.stats import BucketStats, Cost, Timeline, measured, phase_named
 from onecopy.planning.sizes import MemoryReport
 from onecopy.planning.text import in_bytes, in_seconds, plural
 from onecopy.tools.models import Failure
@@ -45,10 +45,10 @@ _LISTED = 200  # rows of a table
 
 # Roles of colours.
 _COMPUTE, _STEP, _EXPOSED = 0, 2, 5
-_ROLE = {"reduce": 1, "gather": 4}  # by phase, in the order of a step
+_ROLE = {"reduce_scatter": 1, "all_gather": 4}  # by phase, in the order of a step
 _LEGEND = {
-    "reduce": "reduce: gradients to their owners",
-    "gather": "gather: parameters to everybody",
+    "reduce_scatter": "reduce_scatter: gradients to their owners",
+    "all_gather": "all_gather: parameters to all ranks",
 }
 
 
@@ -202,7 +202,7 @@ def parse_trace(content: Mapping[str, Any]) -> Trace:
 
 
 def _stats(found: Mapping[str, Any]) -> BucketStats:
-    phase = str(found["phase"])
+    phase = phase_named(str(found["phase"]))
     if phase not in _ROLE:
         raise ValueError(phase)
     return BucketStats(
