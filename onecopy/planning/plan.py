@@ -312,9 +312,14 @@ class Plan:
             streams.append(stream)
             new_buckets += buckets
 
+        def earliest_param(bucket: Bucket) -> int:
+            stream = streams[bucket.stream]
+            first = bisect.bisect_right(stream.starts, bucket.start) - 1
+            return min(stream.params[first : bisect.bisect_left(stream.starts, bucket.stop)])
+
         # A bucket is complete when its earliest parameter has its gradient, and backward produces
         # gradients from the last parameter to the first.
-        new_buckets.sort(key=lambda b: -_earliest_param(streams[b.stream], b))
+        new_buckets.sort(key=earliest_param, reverse=True)
         return Plan(
             self.world_size, self.bucket_bytes, tuple(streams), (*self.buckets, *new_buckets)
         )
@@ -343,12 +348,6 @@ def default_bucket_mb(numbytes: int) -> float:
     return min(25.0, max(1.0, sixteenths / 16))
 
 
-def _earliest_param(stream: Stream, bucket: Bucket) -> int:
-    first = bisect.bisect_right(stream.starts, bucket.start) - 1
-    last = bisect.bisect_left(stream.starts, bucket.stop)
-    return min(stream.params[first:last])
-
-
 def _deal_remainders(
     plan: Plan, streams: Iterable[Stream]
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -360,7 +359,10 @@ def _deal_remainders(
     cyclic run of ranks: it starts at rank 0, and the next where the last one ended. With units of
     several sizes a cyclic run would give the large units to the same ranks again and again.
     """
-    loads = _elementwise_loads(plan)
+    loads = [0] * plan.world_size  # elements in remainders, padding included
+    for bucket in plan.buckets:
+        for rank in bucket.extra:
+            loads[rank] += plan.streams[bucket.stream].unit
     extras = {}
     for stream in sorted(streams, key=lambda s: min(s.params)):
         rest = stream.stop // stream.unit % plan.world_size
@@ -432,15 +434,6 @@ def _runs(specs: Iterable[ParamSpec], limit: int) -> Iterator[list[ParamSpec]]:
         run.append(spec)
         size += numbytes
     yield run
-
-
-def _elementwise_loads(plan: Plan) -> list[int]:
-    """Elements per rank in the remainders of elementwise streams, padding included."""
-    loads = [0] * plan.world_size
-    for bucket in plan.buckets:
-        for rank in bucket.extra:
-            loads[rank] += plan.streams[bucket.stream].unit
-    return loads
 
 
 def _owners(plan: Plan, specs: Sequence[ParamSpec]) -> dict[int, int]:
