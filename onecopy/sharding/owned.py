@@ -56,10 +56,6 @@ class OwnedShard:
     def has_master(self) -> bool:
         return self.tensor.dtype != self.param.dtype
 
-    @property
-    def is_param(self) -> bool:
-        return self.tensor is self.param
-
     def values(self) -> torch.Tensor:
         """The elements in the memory of the parameter, not tracked by autograd."""
         memory = self.param.data
@@ -144,7 +140,7 @@ class OwnedShards:
         self.shards.append(owned)
         self.of.setdefault(owned.param, []).append(owned)
         self.in_bucket.setdefault(bucket, []).append(owned)
-        if not owned.is_param:
+        if owned.tensor is not owned.param:
             self.needing_gradients.setdefault(bucket, []).append(owned)
         if owned.has_master:
             self.masters.append(owned)
