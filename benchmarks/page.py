@@ -76,8 +76,8 @@ def as_markdown(table: Table) -> str:
         "|---|" + "--:|" * (len(COLUMNS) - 1),
     ]
     body = ["| " + " | ".join(cells(row, table.trains_alike(row))) + " |" for row in table.rows]
-    notes = [f"- {line}" for line in errors(table)]
-    return "\n".join([*head, *body, *([""] if notes else []), *notes])
+    failures = [f"- {line}" for line in errors(table)]
+    return "\n".join([*head, *body, *([""] if failures else []), *failures])
 
 
 def errors(table: Table) -> list[str]:
@@ -270,7 +270,7 @@ elsewhere with four ranks at 10 Gbit/s.
 **On one host a part of our advantage is the transport, not the algorithm.** There our ranks read large parts in one another's
 memory, which the others leave to TCP: compare the rows *all through TCP*, which are those without that, and slower than DDP on loopback.
 Between hosts all use TCP. There it is the algorithm again: our ranks of a host add up their gradients before one of them sends the sum, and
-one receives parameters for all, so that with two ranks on each host *MB sent* is two thirds of DDP's. Memory of a neighbour that is
+one receives parameters for all, so that with two ranks on each host *MB sent* is two thirds of DDP's. Memory of another rank that is
 mapped counts as this process's own in its peak.
 
 **Drop-in mode leaves the gradients to DDP**, whose all-reduce sends twice what fairscale's reduction to the owners does, or our attached

@@ -6,14 +6,14 @@
     .venv/bin/python benchmarks/plan.py time --json costs.json
     .venv/bin/python benchmarks/plan.py cuts --threads 2
 
-**time**: a plan is made for all ranks, and pieces are listed for one, as each rank does for itself.
+**time**: a plan is made for all ranks, and shards are listed for one, as each rank does for itself.
 Shown are the time and the peak memory of Python objects.
 
 **balance**: the largest shard of well-known models divided by the ideal shard. Ours comes from the
 planner, torch's from its own class on a fake process group and meta tensors.
 
-**cuts**: every elementwise class of torch.optim steps a tensor in one piece, and the same tensor in
-pieces cut at multiples of a unit. Shown is the smallest unit that gave the same bits at all places
+**cuts**: every elementwise class of torch.optim steps a tensor in one part, and the same tensor in
+parts cut at multiples of a unit. Shown is the smallest unit that gave the same bits at all places
 that were tried, on this machine. A vectorised loop and its scalar tail may round differently; then
 only a multiple of the vector length will do. `make_plan` cuts at multiples of the units in the last
 two lines. There is one thread by default, as torchrun sets it. Several threads share a long tensor
@@ -49,7 +49,7 @@ TIMED_RANKS = (8, 64, 1024, 16384)
 
 
 def timed_plan(shapes: Shapes, world: int) -> tuple[int, int, float, float]:
-    """Return (buckets, pieces of the last rank, seconds to plan, seconds to list those pieces)."""
+    """Return (buckets, shards of the last rank, seconds to plan, seconds to list those shards)."""
     specs = specs_of(shapes)
     start = time.perf_counter()
     made = make_plan(specs, world)
@@ -78,9 +78,9 @@ def show_time(file: str | None) -> None:
             counts = (world, len(shapes), buckets, shards)
             seconds = (f"{to_plan:.2f} s", f"{to_list:.2f} s")
             rows.append((name, *(f"{count:,}" for count in counts), *seconds, f"{peak:.1f} MB"))
-    columns = ("model", "ranks", "tensors", "buckets", "pieces", "to plan", "to list", "memory")
+    columns = ("model", "ranks", "tensors", "buckets", "shards", "to plan", "to list", "memory")
     report(
-        Cost("Planning for all ranks, and listing the pieces of one", columns, tuple(rows)), file
+        Cost("Planning for all ranks, and listing the shards of one", columns, tuple(rows)), file
     )
 
 
@@ -157,7 +157,7 @@ def bits_after(
     grads: torch.Tensor,
     cuts: list[int],
 ) -> torch.Tensor:
-    """The values after a few steps on pieces that end at ``cuts`` and at the end."""
+    """The values after a few steps on parts that end at ``cuts`` and at the end."""
     whole = values.clone()
     lengths = [b - a for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     shards = [torch.nn.Parameter(shard) for shard in whole.split(lengths)]

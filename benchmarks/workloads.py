@@ -92,8 +92,8 @@ def _gpt_workload(
     with torch.device("meta"):
         millions = sum(param.numel() for param in GPT(config).parameters()) / 1e6
     title = f"GPT, {millions:.0f} M parameters, {batch} x {config.context} tokens: {what}"
-    feed = _tokens(config, batch)
-    return Workload(name, title, steps, _gpt(config), feed, units=_parts_of_gpt, **more)
+    batches = _tokens(config, batch)
+    return Workload(name, title, steps, _gpt(config), batches, units=_parts_of_gpt, **more)
 
 
 def _large(context: int) -> GPTConfig:

@@ -21,7 +21,7 @@ from typing import Any
 LOCKS = sorted((Path(__file__).parent.parent / "requirements").glob("*.txt"))
 
 
-def looked_up(lock: Path) -> list[dict[str, Any]] | None:
+def advisories(lock: Path) -> list[dict[str, Any]] | None:
     """What pip-audit says of each package; None if it could not do its work at all."""
     command = [sys.executable, "-m", "pip_audit", "-r", str(lock), "--no-deps", "--disable-pip"]
     done = subprocess.run(
@@ -42,7 +42,7 @@ def looked_up(lock: Path) -> list[dict[str, Any]] | None:
 def main() -> int:
     total, unknown, advised, failed = 0, 0, 0, 0
     for lock in LOCKS:
-        packages = looked_up(lock)
+        packages = advisories(lock)
         if packages is None:
             failed += 1
             continue

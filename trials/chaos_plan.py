@@ -169,7 +169,8 @@ def _spread(sites: Sequence[Site]) -> tuple[Site, ...]:
 # common with those of modes and sizes, so that other seeds give other combinations.
 SITES_OF_JOBS = _distribute()
 
-_WHILE_RANK_0_WAITS = ("Writer.append", "os.fsync", "Exchange.report")
+_WHILE_RANK_0_WAITS = {"DataFileWriter.append", "os.fsync", "StoreChannel.gather"}
+assert {site.function for site in SITES if site.phase == "save"} >= _WHILE_RANK_0_WAITS
 # Where the second machine is lost, by trial.
 MACHINE_SITES: tuple[tuple[Site, ...], ...] = (
     tuple(s for s in SITES if s.phase == "save" and s.function in _WHILE_RANK_0_WAITS),

@@ -189,10 +189,10 @@ def train(world: harness.World, mode: Mode) -> Case:
             with contextlib.nullcontext() if is_averaged else optimizer.no_sync():
                 module(x).backward()
         if mode.max_norm is not None:
-            feed(gradients, optimizer.clip_grad_norm_(mode.max_norm))
+            update_hash(gradients, optimizer.clip_grad_norm_(mode.max_norm))
         # Not before every step: looking at gradients waits for all buckets, a step does not.
         if step % 2:
-            feed(gradients, held_gradients(optimizer))
+            update_hash(gradients, held_gradients(optimizer))
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait()
@@ -201,10 +201,10 @@ def train(world: harness.World, mode: Mode) -> Case:
         for each in optimizer.comm_stats().buckets
     }
     parameters, state = hashlib.sha256(), hashlib.sha256()
-    feed(parameters, list(module.parameters()))
+    update_hash(parameters, list(module.parameters()))
     optimizer.consolidate_state_dict()
     if world.rank == 0:
-        feed(state, optimizer.state_dict())
+        update_hash(state, optimizer.state_dict())
     if mode.attach:
         optimizer.detach()
     return {
@@ -215,7 +215,7 @@ def train(world: harness.World, mode: Mode) -> Case:
     }
 
 
-def feed(digest: Any, value: Any) -> None:
+def update_hash(digest: Any, value: Any) -> None:
     """Add a nested value to a hash: types, keys, dtypes, shapes and bytes."""
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
@@ -224,11 +224,11 @@ def feed(digest: Any, value: Any) -> None:
         digest.update(f"dict {len(value)} ".encode())
         for key in sorted(value, key=str):
             digest.update(f"{key!r}: ".encode())
-            feed(digest, value[key])
+            update_hash(digest, value[key])
     elif isinstance(value, (list, tuple)):
         digest.update(f"{type(value).__name__} {len(value)} ".encode())
         for each in value:
-            feed(digest, each)
+            update_hash(digest, each)
     else:
         digest.update(f"{value!r} ".encode())
 

@@ -392,7 +392,7 @@ def compare_runs(world: harness.World, runs: Sequence[tuple[int, Config]], direc
     sleeps = 0
     ignored: list[str] = []  # errors in finalizers, which nobody can catch
 
-    def note(error: Any) -> None:
+    def ignore(error: Any) -> None:
         ignored.append(f"{error.exc_value!r} in {error.object!r}")
 
     for seed, config in runs:
@@ -400,8 +400,8 @@ def compare_runs(world: harness.World, runs: Sequence[tuple[int, Config]], direc
         if baseline not in expected:
             with step_timeout():
                 expected[baseline] = Run(baseline, None, path, checkpoint_group).result()
-        noting = mock.patch.object(sys, "unraisablehook", note)
-        with step_timeout(), noting, Delays(seed, world.rank) as delays:
+        recording = mock.patch.object(sys, "unraisablehook", ignore)
+        with step_timeout(), recording, Delays(seed, world.rank) as delays:
             found = Run(config, delays, path, checkpoint_group).result()
         sleeps += delays.count
         different = first_difference(found, {key: expected[baseline][key] for key in found})
