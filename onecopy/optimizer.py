@@ -26,7 +26,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.dcp import ShardedState
+from onecopy.checkpoint.dcp import ShardedState, Shown
 from onecopy.checkpoint.full_state import (
     FullState,
     Loadable,
@@ -46,12 +46,15 @@ from onecopy.checkpoint.load import (
 )
 from onecopy.checkpoint.save import require_name, save_checkpoint
 from onecopy.checkpoint.state import (
+    StateShard,
     StateView,
-    beginnings,
     checkpoint_names,
+    collect,
+    collect_groups,
     describe_names,
-    names_not_begun,
-    without,
+    drop_state,
+    states_of_frozen,
+    uninitialized,
 )
 from onecopy.checks.corruption_check import CorruptionCheck, counters
 from onecopy.checks.replica_check import Evidence, require_equal_replicas
@@ -1078,25 +1081,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 strict=strict,
                 key=key,
             )
-        self._finish_loading(with_ranks_told(self._rank_group, self._inner, loadable), plan)
+        self._finish_loading(with_ranks_told(self._rank_group, loadable), plan)
         return report
 
-    def _shown(self, module: torch.nn.Module | None) -> dict[str, Any]:
-        """This rank's share as a tree. Collective: a rank that cannot show its share tells all."""
+    def _shown(self, module: torch.nn.Module | None) -> Shown:
+        """This rank's share. Collective: a rank that cannot show its share tells all."""
         self._require_usable()
         self._rank_group.enter("showing the state for a checkpoint")
         self._require_unharmed_state()
         self._follow_changes()
         self._bring_masters_up_to_date()
-        tree: dict[str, Any] = {}
+        shown: list[Shown] = []
 
         def prepare() -> list[str]:
-            state_view = self._state_view(module)
-            tree.update(state_view.tree())
-            return describe_names(self._params.registry, state_view.names)
+            view = self._state_view(module)
+            shown.append(Shown(view.names, collect(view), collect_groups(view)))
+            return describe_names(self._params.registry, view.names)
 
         same_outcome(self._rank_group, "showing the state for a checkpoint", prepare)
-        return tree
+        return shown[0]
 
     def _state_view(self, module: torch.nn.Module | None) -> StateView:
         names = checkpoint_names(self._params.registry, self.param_groups, module)
@@ -1112,7 +1115,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _adopt_sharded(
         self,
         state_view: StateView,
-        state: Mapping[str, Any],
+        shards: Sequence[StateShard],
         groups: Sequence[Mapping[str, Any]],
         incomplete: Sequence[str],
     ) -> None:
@@ -1127,7 +1130,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
                     f"{', ...' * (len(incomplete) > 5)}: is it complete?"
                 )
-            state_view.require_steady_forms()
             require_all_in(state_view, groups)
             require_same_groups(state_view, [group["params"] for group in groups])
             options.extend(options_from(state_view, groups))
@@ -1136,11 +1138,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return describe_names(self._params.registry, state_view.names)
 
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
-        shards, masters = state_view.pieces_from(state)
-        said, _ = self._rank_group.minimum_and_maximum(beginnings(state_view, shards))
-        shards = without(state_view, shards, names_not_begun(state_view, said))
-        loadable = Loadable(state_view.frozen_from(state), {}, options, shards, masters)
-        self._adopt(with_ranks_told(self._rank_group, self._inner, loadable))
+        unknown = uninitialized(state_view, shards, self._rank_group)
+        shards = drop_state(state_view, shards, unknown)
+        frozen = states_of_frozen(state_view, shards)
+        loadable = Loadable(frozen, {}, options, shards)
+        self._adopt(with_ranks_told(self._rank_group, loadable))
 
     # ------------------------------------------------------------------ checks
 

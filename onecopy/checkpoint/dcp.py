@@ -1,9 +1,9 @@
 """The sharded state for ``torch.distributed.checkpoint`` (DCP): ``optimizer.sharded()``.
 
-DCP asks a tensor which rectangular boxes of it are here (``__create_write_items__`` to write,
+DCP asks a tensor which rectangular chunks of it are here (``__create_write_items__`` to write,
 ``__create_chunk_list__`` to read), and for the memory of each (``__get_tensor_shard__``). A
-``ChunkTensor`` answers for a fragment. It has the shape of the unsharded tensor, so that DCP
-compares the right sizes, but no memory for it.
+``ChunkTensor`` answers for the shards of one tensor. It has the shape of the unsharded tensor, so
+that DCP compares the right sizes, but no memory for it.
 
 What is read goes into fresh memory and reaches the optimizer when everything has been read: a load
 that fails has changed nothing.
@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from onecopy.checkpoint.state import Fragment, StateView, replaced
+from onecopy.checkpoint.state import (
+    StateShard,
+    StateView,
+    collect,
+    leaves_of,
+    rebuild,
+)
+from onecopy.comm.transfer import Path, decode, encode
 from onecopy.planning.param_groups import MASTER
-from onecopy.planning.traits import tensors_in
+from onecopy.planning.traits import options_of, tensors_in
 
 if TYPE_CHECKING:  # DCP brings half of torch.distributed, which training does not need
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -35,16 +43,17 @@ _ALLOWED = frozenset(
 
 
 class ChunkTensor(torch.Tensor):
-    """A tensor of which this rank holds some boxes. Not for computing."""
+    """A tensor of which this rank holds some chunks. Not for computing."""
 
-    fragment: Fragment
-    incoming: Fragment | None  # memory for what is read, from when DCP plans to read
-    arrived: list[Sequence[int]]  # offsets of the boxes that were asked for to be filled
+    shards: list[StateShard]  # of this tensor, each with other elements
+    incoming: list[StateShard] | None  # memory for what is read, from when DCP plans to read
+    arrived: list[Sequence[int]]  # offsets of the chunks that were asked for to be filled
 
     @classmethod
-    def of(cls, fragment: Fragment) -> ChunkTensor:
-        tensor = _outside(fragment.shape, fragment.dtype).as_subclass(cls)
-        tensor.fragment = fragment
+    def of(cls, shards: Sequence[StateShard]) -> ChunkTensor:
+        tensor = _outside(shards[0].shape, shards[0].data.dtype).as_subclass(cls)
+        # What is equal in all shards of a parameter is saved once.
+        tensor.shards = list({shard.start: shard for shard in reversed(shards)}.values())[::-1]
         tensor.incoming = None
         tensor.arrived = []
         return tensor
@@ -55,10 +64,10 @@ class ChunkTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        if not self.fragment.is_mine_to_write:
+        if not any(shard.is_writer for shard in self.shards):
             return []
-        size = torch.Size(self.fragment.shape)
-        properties = TensorProperties(dtype=self.fragment.dtype)
+        size = torch.Size(self.shards[0].shape)
+        properties = TensorProperties(dtype=self.shards[0].data.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(key, chunk.offsets),
@@ -69,50 +78,59 @@ class ChunkTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        self.incoming = self.fragment.like()
+        self.incoming = [shard.empty_like() for shard in self.shards]
         return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         if self.incoming is not None:
             self.arrived.append(index.offset or ())
-        fragment = self.incoming or self.fragment
-        for box, view in fragment.boxes():
-            if box.offsets == tuple(index.offset or ()):
-                return view
-        raise ValueError(f"{index.fqn} has no box at {index.offset} on this rank")
+        for shard in self.loaded():
+            for chunk, view in shard.chunks():
+                if chunk.offsets == tuple(index.offset or ()):
+                    return view
+        raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank")
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box, _ in self.fragment.boxes()
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for shard in self.shards
+            for chunk, _ in shard.chunks()
         ]
 
     # ------------------------------------------------------------------ what was read
 
-    def loaded(self) -> Fragment:
-        """The fragment as it was read; as it was shown, if nothing was asked to be read."""
-        return self.incoming or self.fragment
+    def loaded(self) -> list[StateShard]:
+        """The shards as they were read; as they were shown, if nothing was asked to be read."""
+        return self.shards if self.incoming is None else self.incoming
+
+    def data_for(self, shard: StateShard) -> torch.Tensor:
+        """What was read for a shard; each has a scalar of its own."""
+        same = next(each for each in self.loaded() if each.start == shard.start)
+        data: torch.Tensor = same.data
+        return data if same.owned is shard.owned else data.clone()
 
     @property
     def is_complete(self) -> bool:
-        if self.incoming is None or math.prod(self.fragment.shape) == 0:
+        if self.incoming is None or math.prod(self.shards[0].shape) == 0:
             return True
-        return {tuple(o) for o in self.arrived} == {b.offsets for b, _ in self.fragment.boxes()}
+        chunks = [chunk for shard in self.shards for chunk, _ in shard.chunks()]
+        return {tuple(offsets) for offsets in self.arrived} == {chunk.offsets for chunk in chunks}
 
     # ------------------------------------------------------------------ and nothing else
 
-    def staged(self) -> ChunkTensor:
-        """A copy on the CPU, which the optimizer's next step does not change."""
-        return ChunkTensor.of(self.fragment.staged())
+    def on_cpu(self) -> ChunkTensor:
+        """A copy that the next step does not change."""
+        return ChunkTensor.of([shard.on_cpu() for shard in self.shards])
 
     def __deepcopy__(self, memo: Any) -> ChunkTensor:
-        return self.staged()
+        return self.on_cpu()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        boxes = [(box.offsets, box.sizes) for box, _ in self.fragment.boxes()]
-        return f"BoxTensor({self.fragment.shape}, {self.fragment.dtype}, boxes={boxes})"
+        first = self.shards[0]
+        chunks = [(chunk.offsets, chunk.sizes) for s in self.shards for chunk, _ in s.chunks()]
+        return f"ChunkTensor({first.shape}, {first.data.dtype}, chunks={chunks})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,8 +158,8 @@ def _empty(tensor: ChunkTensor, *shape: Any) -> ChunkTensor:
 
 def _copy(target: torch.Tensor, source: ChunkTensor, *_: Any) -> torch.Tensor:
     if not isinstance(target, ChunkTensor):  # a scalar: staging makes a plain one
-        return target.copy_(source.fragment.whole())
-    for to, from_ in zip(target.fragment.parts, source.fragment.parts, strict=True):
+        return target.copy_(source.shards[0].data)
+    for to, from_ in zip(target.shards, source.shards, strict=True):
         to.data.copy_(from_.data)
     return target
 
@@ -151,45 +169,95 @@ def _copy(target: torch.Tensor, source: ChunkTensor, *_: Any) -> torch.Tensor:
 _STAGING: dict[str, Callable[..., Any]] = {
     "data_ptr": lambda tensor: 0,  # noqa: ARG005
     "new_empty": _empty,
-    "to": lambda tensor, *_: tensor.staged(),
-    "zeros_like": lambda tensor, *_: tensor.staged(),
+    "to": lambda tensor, *_: tensor.on_cpu(),
+    "zeros_like": lambda tensor, *_: tensor.on_cpu(),
     "copy_": _copy,
 }
 
 
+class Shown(NamedTuple):
+    """What an optimizer shows to DCP."""
+
+    names: Sequence[str]  # of the parameters
+    shards: Sequence[StateShard]
+    groups: Sequence[Sequence[StateShard]]  # options
+
+
 class ShardedState:
-    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``."""
+    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``.
+
+    Args:
+        show: the live state, after checks. Collective.
+        view: what to compare with what was read.
+        adopt: takes the shards, the saved groups, and names of parameters that were not covered.
+        flatten: one key per value, as with ``flatten_optimizer_state_dict=True``.
+    """
 
     def __init__(
         self,
-        show: Callable[[], dict[str, Any]],
-        state_view: Callable[[], StateView],
-        adopt: Callable[[StateView, Any, Any, Sequence[str]], None],
+        show: Callable[[], Shown],
+        view: Callable[[], StateView],
+        adopt: Callable[[StateView, list[StateShard], list[dict[str, Any]], list[str]], None],
         flatten: bool,
     ) -> None:
         self._show = show
-        self._state_view = state_view
+        self._view = view
         self._adopt = adopt
         self._flatten = flatten
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, and a form to load into; DCP asks for it in both cases."""
-        tree = replaced(self._show(), Fragment, ChunkTensor.of)
+        names, shards, groups = self._show()
+        by_param = _by_param(shards).items()
+        tree = {
+            "state": {names[index]: _as_tree(of_param) for index, of_param in by_param},
+            "param_groups": [_as_tree(options) for options in groups],
+        }
         return flattened(tree) if self._flatten else tree
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what DCP has read. If it is refused, nothing has changed."""
-        state_view = self._state_view()
-        tree = unflattened(state_dict, state_view) if self._flatten else state_dict
-        _require_parts(tree["state"])
-        states = {name: _without_master_not_read(state) for name, state in tree["state"].items()}
-        incomplete = sorted(name for name, state in states.items() if not _is_complete(state))
-        state = replaced(states, ChunkTensor, ChunkTensor.loaded)
-        groups = [replaced(group, ChunkTensor, _value) for group in tree["param_groups"]]
-        self._adopt(state_view, state, groups, incomplete)
+        view = self._view()
+        expected = _by_param(collect(view))
+        tree = unflattened(state_dict, view, expected) if self._flatten else state_dict
+        _require_chunks(tree["state"])
+        read: list[StateShard] = []
+        incomplete = []
+        for index, shards in expected.items():
+            name = view.names[index]
+            if name in tree["state"]:
+                leaves = _without_master_not_read(leaves_of(tree["state"][name]))
+                if not _is_complete(shards, leaves):
+                    incomplete.append(name)
+                    continue
+                read += [
+                    replace(shard, data=_value(leaves[shard.path], shard))
+                    for shard in shards
+                    if shard.path in leaves
+                ]
+        self._adopt(view, read, list(map(_options, tree["param_groups"])), sorted(incomplete))
 
 
-def _require_parts(states: Mapping[str, Any]) -> None:
+def _by_param(shards: Sequence[StateShard]) -> dict[int, list[StateShard]]:
+    found: dict[int, list[StateShard]] = {}
+    for shard in shards:
+        found.setdefault(shard.param, []).append(shard)
+    return found
+
+
+def _as_tree(shards: Sequence[StateShard]) -> Any:
+    """The state of a parameter, or the options of a group, as DCP sees them."""
+    by_path: dict[Path, list[StateShard]] = {}
+    for shard in shards:
+        by_path.setdefault(shard.path, []).append(shard)
+    leaves = {
+        path: ChunkTensor.of(same) if same[0].is_tensor else same[0].data
+        for path, same in by_path.items()
+    }
+    return rebuild(shards[0].skeleton, leaves, as_saved=True)
+
+
+def _require_chunks(states: Mapping[str, Any]) -> None:
     """Refuse tensors that were not asked for as parts, and may be whole."""
     for name, state in states.items():
         for tensor in tensors_in(state):
@@ -200,25 +268,34 @@ def _require_parts(states: Mapping[str, Any]) -> None:
                 )
 
 
-def _without_master_not_read(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_master_not_read(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
     """A checkpoint may lack master copies (``allow_partial_load``): they can be made anew."""
-    others = [tensor for key in state if key != MASTER for tensor in tensors_in(state[key])]
-    master = state.get(MASTER)
-    was_read = isinstance(master, ChunkTensor) and master.incoming is not None
-    if was_read or not any(isinstance(t, ChunkTensor) and t.incoming is not None for t in others):
-        return state
-    return {key: value for key, value in state.items() if key != MASTER}
+    others = {path: leaf for path, leaf in leaves.items() if path != (MASTER,)}
+    was_read = {
+        path for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor) and leaf.incoming
+    }
+    return others if was_read and (MASTER,) not in was_read else leaves
 
 
-def _is_complete(state: Any) -> bool:
+def _is_complete(shards: Sequence[StateShard], leaves: Mapping[Path, Any]) -> bool:
     """Whether all of it was read, or nothing of it was asked for."""
-    parts = [tensor for tensor in tensors_in(state) if isinstance(tensor, ChunkTensor)]
-    asked = {tensor.incoming is not None for tensor in parts}
-    return len(asked) < 2 and all(tensor.is_complete for tensor in parts)
+    chunks = [leaf for leaf in leaves.values() if isinstance(leaf, ChunkTensor)]
+    asked = {chunk.incoming is not None for chunk in chunks}
+    is_there = all(shard.path in leaves or shard.is_master for shard in shards)
+    return is_there and len(asked) < 2 and all(chunk.is_complete for chunk in chunks)
 
 
-def _value(tensor: ChunkTensor) -> torch.Tensor:
-    return tensor.loaded().whole()
+def _value(leaf: Any, shard: StateShard) -> Any:
+    return leaf.data_for(shard) if isinstance(leaf, ChunkTensor) else leaf
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were read for a group, their tensors as they are."""
+    tensors: list[torch.Tensor] = []
+    skeleton = encode(dict(group), tensors)
+    values = [t.loaded()[0].data if isinstance(t, ChunkTensor) else t for t in tensors]
+    found: dict[str, Any] = decode(skeleton, values)
+    return found
 
 
 def flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,17 +313,19 @@ def flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def unflattened(flat: Mapping[str, Any], state_view: StateView) -> dict[str, Any]:
-    """The inverse, for the parameters and groups of a portrait."""
-    tree = state_view.tree()
-    state = {
-        name: {key: flat[f"state.{name}.{key}"] for key in of_param}
-        for name, of_param in tree["state"].items()
-    }
+def unflattened(
+    flat: Mapping[str, Any], view: StateView, expected: Mapping[int, Sequence[StateShard]]
+) -> dict[str, Any]:
+    """The inverse, for the parameters and groups of an optimizer."""
+    state: dict[str, dict[str, Any]] = {}
+    for index, shards in expected.items():
+        name = view.names[index]
+        keys = dict.fromkeys(str(shard.path[0]) for shard in shards)
+        state[name] = {key: flat[f"state.{name}.{key}"] for key in keys}
     groups = []
-    for number, group in enumerate(tree["param_groups"]):
-        names, options = group["params"], {}
-        for key in group.keys() - {"params"} if names else ():
+    for number, group in enumerate(view.groups):
+        names, options = view.names_in(number), {}
+        for key in options_of(group) if names else ():
             values = [flat[f"param_groups.{name}.{key}"] for name in names]
             if not isinstance(values[0], torch.Tensor) and any(v != values[0] for v in values):
                 raise ValueError(

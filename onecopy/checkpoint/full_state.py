@@ -1,10 +1,17 @@
-"""The full state dict: gathered to one rank, checked and cut when it is loaded."""
+"""The full state dict: gathered to one rank, checked and cut when it is loaded.
+
+Gathering sends skeletons, which say what states look like, and then tensors, in the order of the
+skeletons: no pickle. The rank that asks puts every part into a tensor of the parameter's shape.
+
+Loading communicates nothing. All ranks check the whole dict, so that all refuse it alike; each then
+takes the parts that it owns.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -12,48 +19,28 @@ import torch
 
 from onecopy.checkpoint.state import (
     StateDictMisfit,
-    _plain,
+    StateShard,
+    adopt,
     as_plain_dict,
+    by_owned,
     copied,
+    encode_state,
     load_into,
-    require_cut_state,
+    masters_in,
 )
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup, bytes_from_tensor, tensor_from_bytes
-from onecopy.comm.transfer import Form, NotPlain, decode, encode, receive_tensors, send_tensors
-from onecopy.planning.layout import flat_range, in_layout_of
+from onecopy.comm.transfer import Form, decode, receive_tensors, send_tensors
+from onecopy.planning.layout import flat_range, in_layout_of, is_dense
 from onecopy.planning.param_groups import MASTER, ParamRegistry, check_names, update_dtype
-from onecopy.planning.plan import Plan, Shard
+from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
 from onecopy.planning.traits import class_name, is_torch_class, options_of
 from onecopy.sharding.inner import Inner, InnerOptimizers
 from onecopy.sharding.owned import OwnedShard
 from onecopy.sharding.sharded_params import ShardedParams
 
-State = dict[str, Any]
-
-
-# -------------------------------------------------------------------------- the format
-
-
-@dataclass(frozen=True, slots=True)
-class ParamIds:
-    """The ids by which ``state_dict`` knows the parameters, as ``torch.optim`` gives them out."""
-
-    ids: dict[torch.Tensor, int]
-    groups: list[list[int]]
-
-    @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]]) -> ParamIds:
-        ids: dict[torch.Tensor, int] = {}
-        numbers: list[list[int]] = []
-        start = 0
-        for group in groups:
-            listed = enumerate(group["params"], start)
-            ids.update({param: number for number, param in listed if param not in ids})
-            numbers.append([ids[param] for param in group["params"]])
-            start += len(group["params"])
-        return cls(ids, numbers)
+Groups = Sequence[Mapping[str, Any]]
 
 
 def state_outside_the_plan(
@@ -91,57 +78,41 @@ def has_no_state(
 # -------------------------------------------------------------------------- gathering
 
 
-@dataclass(slots=True)
-class Manifest:
-    """What a rank holds: for each of its pieces the encoded state, and the forms of its tensors.
+class Manifest(NamedTuple):
+    """What a rank holds: the skeleton of the state of each owned shard, and forms of its tensors.
 
-    Most pieces look alike, so each look is written once.
+    Most shards look alike, so each look is written once. It travels as JSON.
     """
 
-    looks: list[tuple[Any, list[Form]]] = field(default_factory=list)
-    of_piece: list[int] = field(default_factory=list)
+    looks: list[tuple[Any, list[Form]]]  # skeleton None: no state
+    look_of: list[int]  # by owned shard, in the order of the plan
 
-    def to_bytes(self) -> bytes:
-        return json.dumps([self.looks, self.of_piece]).encode()
+    @classmethod
+    def of(cls, local: InnerOptimizers) -> tuple[Manifest, list[torch.Tensor]]:
+        """This rank's, and its tensors as 1-D runs."""
+        looks: list[tuple[Any, list[Form]]] = []
+        look_of, numbers, flats = [], dict[str, int](), []
+        for owned in local.shards:
+            tensors: list[torch.Tensor] = []
+            state, skeleton = local.state_to_save(owned), None
+            if state is not None:
+                name = f"parameter {owned.shard.param}"
+                skeleton = encode_state(state, tensors, name, owned.is_cut, "state dict")
+            tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+            tensors = [t if is_dense(t) else t.contiguous() for t in tensors]
+            look = (skeleton, [Form.of(tensor) for tensor in tensors])
+            number = numbers.setdefault(json.dumps(look), len(looks))
+            looks += [look] if number == len(looks) else []
+            look_of.append(number)
+            flats += [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
+        return cls(looks, look_of), flats
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        looks, of_piece = json.loads(data)
+        looks, look_of = json.loads(data)
         return cls(
-            [(encoded, [Form.from_json(*form) for form in forms]) for encoded, forms in looks],
-            of_piece,
+            [(kept, [Form.from_json(*form) for form in forms]) for kept, forms in looks], look_of
         )
-
-    def __iter__(self) -> Iterator[tuple[Any, list[Form]]]:
-        return (self.looks[number] for number in self.of_piece)
-
-
-def take_stock(local: InnerOptimizers) -> tuple[Manifest, list[torch.Tensor]]:
-    """This rank's manifest, and its tensors as 1-D runs in the manifest's order."""
-    manifest = Manifest()
-    numbers: dict[str, int] = {}
-    flats: list[torch.Tensor] = []
-    for owned in local.shards:
-        tensors: list[torch.Tensor] = []
-        held = local.state_to_save(owned)
-        try:
-            encoded = None if held is None else encode(dict(held), tensors)
-            if held is not None and not owned.is_whole:
-                require_cut_state(held, f"parameter {owned.shard.param}")
-        except NotPlain as error:
-            raise TypeError(
-                f"the state of parameter {owned.shard.param} holds {error}, which a state dict "
-                "cannot carry: only tensors, numbers, strings, None and containers of them"
-            ) from None
-        tensors = [_plain(tensor) for tensor in tensors]
-        forms = [Form.of(tensor) for tensor in tensors]
-        look = json.dumps([encoded, forms])
-        if look not in numbers:
-            numbers[look] = len(manifest.looks)
-            manifest.looks.append((encoded, forms))
-        manifest.of_piece.append(numbers[look])
-        flats += [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
-    return manifest, flats
 
 
 def consolidate(
@@ -149,27 +120,26 @@ def consolidate(
     params: Sequence[torch.Tensor],
     rank_group: RankGroup,
     to: int,
-    stock: tuple[Manifest, list[torch.Tensor]],
-) -> dict[int, State] | None:
+    manifest: Manifest,
+    flats: Sequence[torch.Tensor],
+) -> dict[int, dict[Any, Any]] | None:
     """The whole job's state on rank ``to``, on the CPU, by the plan's parameter numbers."""
-    manifest, flats = stock
-    text = manifest.to_bytes()
+    text = json.dumps(manifest).encode()
     lengths = rank_group.all_gather_bytes(len(text).to_bytes(8, "little"))
     if rank_group.rank != to:
         send_tensors(rank_group, [tensor_from_bytes(text)], to)
         send_tensors(rank_group, flats, to)
         return None
-    whole = _Whole(plan, params)
+    states: dict[int, dict[Any, Any]] = {}
     incoming: dict[int, list[torch.Tensor]] = {}
     for rank, length in enumerate(lengths):
-        if rank == to:
-            theirs = manifest
-        else:
+        theirs = manifest
+        if rank != to:
             count = int.from_bytes(length, "little")
-            room = torch.empty(count, dtype=torch.uint8, device="cpu")
-            receive_tensors(rank_group, {rank: [room]})
-            theirs = Manifest.from_bytes(bytes_from_tensor(room))
-        incoming[rank] = whole.expect(rank, theirs)
+            received = torch.empty(count, dtype=torch.uint8, device="cpu")
+            receive_tensors(rank_group, {rank: [received]})
+            theirs = Manifest.from_bytes(bytes_from_tensor(received))
+        incoming[rank] = _make_room(plan, params, states, rank, theirs)
     mine = incoming.pop(to)
 
     def copy_mine() -> None:
@@ -177,39 +147,33 @@ def consolidate(
             target.copy_(source)
 
     receive_tensors(rank_group, incoming, meanwhile=copy_mine)
-    return whole.states()
+    return dict(sorted(states.items()))
 
 
-class _Whole:
-    """Parameter-shaped state under construction on the target."""
-
-    def __init__(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
-        self._plan = plan
-        self._params = params
-        self._states: dict[int, State] = {}
-
-    def expect(self, rank: int, manifest: Manifest) -> list[torch.Tensor]:
-        """Room for what a rank will send, as 1-D runs in the order of its manifest."""
-        room: list[torch.Tensor] = []
-        for shard, (encoded, forms) in zip(self._plan.shards(rank), manifest, strict=True):
-            if encoded is not None:
-                cut = shard.param in self._plan.cut_params
-                room += (self._place_cut if cut else self._place)(shard, encoded, forms)
-        return room
-
-    def _place(self, shard: Shard, encoded: Any, forms: Sequence[Form]) -> list[torch.Tensor]:
+def _make_room(
+    plan: Plan,
+    params: Sequence[torch.Tensor],
+    states: dict[int, dict[Any, Any]],
+    rank: int,
+    manifest: Manifest,
+) -> list[torch.Tensor]:
+    """Extend ``states`` by what a rank holds; the 1-D runs in it that this rank's tensors fill."""
+    targets: list[torch.Tensor] = []
+    for shard, number in zip(plan.shards(rank), manifest.look_of, strict=True):
+        skeleton, forms = manifest.looks[number]
+        if skeleton is None:
+            continue
         tensors = [form.empty() for form in forms]
-        self._states[shard.param] = decode(encoded, tensors)
-        return [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
-
-    def _place_cut(self, shard: Shard, encoded: Any, forms: Sequence[Form]) -> list[torch.Tensor]:
-        """Tensors as long as the piece are parts of a parameter-shaped one; others are equal in
-        all pieces, and the first is kept."""
-        state = self._states.setdefault(shard.param, {})
-        param = self._params[shard.param]
-        tensors = [form.empty() for form in forms]
-        room = [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
-        for key, value in decode(encoded, tensors).items():
+        runs = [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
+        held = decode(skeleton, tensors)
+        targets += runs
+        if shard.param not in plan.cut_params:
+            states[shard.param] = held
+            continue
+        # Tensors as long as the shard are parts of one of the parameter's shape; others are equal
+        # in all shards, and the first is kept.
+        state, param = states.setdefault(shard.param, {}), params[shard.param]
+        for key, value in held.items():
             if not (isinstance(value, torch.Tensor) and value.shape == (shard.numel,)):
                 state.setdefault(key, value)
                 continue
@@ -221,15 +185,9 @@ class _Whole:
                 ).detach()
                 if key == MASTER:
                     state[key].copy_(param.detach())
-            position = next(i for i, tensor in enumerate(tensors) if tensor is value)
-            room[position] = flat_range(state[key], shard.start, shard.stop)
-        return room
-
-    def states(self) -> dict[int, State]:
-        return dict(sorted(self._states.items()))
-
-
-Groups = Sequence[Mapping[str, Any]]
+            place = next(i for i, tensor in enumerate(tensors) if tensor is value) - len(runs)
+            targets[place] = flat_range(state[key], shard.start, shard.stop)
+    return targets
 
 
 class FullState:
@@ -255,21 +213,20 @@ class FullState:
     ) -> None:
         """Collective."""
         rank_group.enter(f"consolidating the state to rank {to}")
-        stock: Any = None
+        stock: list[Any] = []
 
         def prepare() -> list[str]:
-            nonlocal stock
             if type(to) is not int or not 0 <= to < rank_group.world_size:
                 last = rank_group.world_size - 1
                 raise ValueError(f"to must be a rank of the group, 0 to {last}, got {to!r}")
-            stock = take_stock(sharded_params.inner)
+            stock.extend(Manifest.of(sharded_params.inner))
             return [f"to rank {to}", f"after {steps} steps", f"plan {sharded_params.plan.digest}"]
 
         same_outcome(rank_group, "consolidating the state", prepare)
         if to == rank_group.rank:
             self._state = None  # not two of them at once
         params = sharded_params.registry.params
-        gathered = consolidate(sharded_params.plan, params, rank_group, to, stock)
+        gathered = consolidate(sharded_params.plan, params, rank_group, to, *stock)
         if gathered is not None:
             self._state = {
                 **{params[index]: state for index, state in gathered.items()},
@@ -306,22 +263,20 @@ class FullState:
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """State and options that fit the optimizer."""
+    """State and options that fit the optimizer: of a full state dict, or of a checkpoint."""
 
-    states: Mapping[torch.Tensor, Mapping[str, Any]]  # of whole parameters, to be cut
-    common: dict[Any, Any]  # what a class keeps under keys that are no parameter's
-    groups: Sequence[Mapping[str, Any]]
-    # State that is cut already, and ours to keep, by the tensors of the inner optimizers.
-    shards: Mapping[torch.Tensor, Mapping[str, Any]] = field(default_factory=dict)
-    masters: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # likewise
+    states: Mapping[torch.Tensor, Mapping[Any, Any]]  # of whole parameters, to be cut
+    common: Mapping[Any, Any]  # what a class keeps under keys that are no parameter's
+    groups: Groups
+    shards: Sequence[StateShard] = ()  # what is cut already, and ours to keep
     lacks_masters: bool = False  # with some of the state that is cut, on any rank
-    has_pieces: bool = False  # there is state that is cut, on any rank
+    has_shards: bool = False  # there is state that is cut, on any rank
     group_of: Mapping[torch.Tensor, int] = field(default_factory=dict)  # of whole parameters
 
     @property
     def is_empty(self) -> bool:
         """Whether no rank loads any state. Options may be loaded."""
-        return not (self.states or self.common or self.shards or self.has_pieces)
+        return not (self.states or self.common or self.has_shards)
 
 
 def check_state_dict(
@@ -467,11 +422,25 @@ def _sample(tensor: torch.Tensor) -> list[float]:
 
 
 def adopt_state(local: InnerOptimizers, loadable: Loadable) -> None:
-    """Give each inner optimizer its part, once all have rehearsed."""
+    """Give the inner optimizers their parts, once all classes have rehearsed."""
     for inner in local.inners:
         _rehearse(local, inner, loadable)
-    for inner in local.inners:
-        load_into(inner.optimizer, _dict_for(local, inner, loadable))
+    cut = cut_full_state(local, loadable.states)
+    adopt(local, [*loadable.shards, *cut], loadable.groups, loadable.common)
+
+
+def cut_full_state(
+    local: InnerOptimizers, states: Mapping[torch.Tensor, Mapping[Any, Any]]
+) -> list[StateShard]:
+    """This rank's parts of the state of whole parameters: copies."""
+    found = []
+    for owned in local.shards:
+        for key, value in states.get(owned.param, {}).items():
+            path = (key,)
+            found.append(StateShard(owned.shard.param, path, _part_of(owned, value), owned=owned))
+        if owned.param in states and not states[owned.param]:  # a state without entries is one, too
+            found.append(StateShard(owned.shard.param, (), None, owned=owned))
+    return found
 
 
 def _rehearse(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> None:
@@ -499,13 +468,12 @@ def _rehearse(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> None:
         stand_in = local.construct(cls, list(groups.values()))
     except Exception:  # a class that takes no such tensors
         return
-    numbering = ParamIds.of(stand_in.param_groups)
+    numbered = zip(inner.groups, stand_in.param_groups, strict=True)
     saved = [
-        {**options_of(loadable.groups[number]), "params": ids}
-        for number, ids in zip(inner.groups, numbering.groups, strict=True)
+        {**options_of(loadable.groups[number]), "params": group["params"]}
+        for number, group in numbered
     ]
-    numbered = {numbering.ids[empty]: state for empty, state in states.items()}
-    load_into(stand_in, {"state": numbered, "param_groups": saved})
+    load_into(stand_in, as_plain_dict(states, saved))
 
 
 def _outlined(value: Any) -> Any:
@@ -513,27 +481,6 @@ def _outlined(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim():
         return torch.empty([0] * value.dim(), dtype=value.dtype, device=value.device)
     return copied(value)
-
-
-def _dict_for(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> dict[str, Any]:
-    numbering = ParamIds.of(inner.optimizer.param_groups)
-    state: dict[Any, Any] = {
-        numbering.ids[owned.tensor]: {
-            key: _part_of(owned, value)
-            for key, value in loadable.states[owned.param].items()
-            if key != MASTER
-        }
-        for owned in local.shards
-        if owned.param in loadable.states and owned.tensor in numbering.ids
-    }
-    for tensor, of_piece in loadable.shards.items():
-        if tensor in numbering.ids:
-            state[numbering.ids[tensor]] = of_piece
-    groups = [
-        {**options_of(loadable.groups[number]), "params": ids}
-        for number, ids in zip(inner.groups, numbering.groups, strict=True)
-    ]
-    return {"state": {**state, **copied(loadable.common)}, "param_groups": groups}
 
 
 class MasterReport(NamedTuple):
@@ -557,30 +504,28 @@ def compare_masters(
     return MasterReport(lacking, unused)
 
 
-def with_ranks_told(rank_group: RankGroup, local: InnerOptimizers, loadable: Loadable) -> Loadable:
+def with_ranks_told(rank_group: RankGroup, loadable: Loadable) -> Loadable:
     """With the knowledge of all ranks of which master copies and which state there are.
     Collective."""
-    lacks = any(
-        owned.has_master
-        and loadable.shards.get(owned.tensor)
-        and owned.tensor not in loadable.masters
-        for owned in local.shards
-    )
-    mine = [int(lacks), int(bool(loadable.shards))]
-    told = torch.tensor(mine, device=rank_group.control_device)
+    lacks = has_shards = False
+    for owned, shards in by_owned(loadable.shards).items():
+        masters = sum(shard.is_master for shard in shards)
+        has_shards |= masters < len(shards)
+        lacks |= owned.has_master and not masters
+    told = torch.tensor([int(lacks), int(has_shards)], device=rank_group.control_device)
     rank_group.maximum(told).wait()
-    lacks_masters, has_pieces = map(bool, told.tolist())
-    return replace(loadable, lacks_masters=lacks_masters, has_pieces=has_pieces)
+    lacks, has_shards = map(bool, told.tolist())
+    return replace(loadable, lacks_masters=lacks, has_shards=has_shards)
 
 
 def load_masters(local: InnerOptimizers, loadable: Loadable) -> None:
     """Give the master copies what was saved of them; others are made anew."""
-    found = dict(loadable.masters)
-    for owned in local.shards:
-        state = loadable.states.get(owned.param, {})
-        if owned.has_master and MASTER in state:
-            found[owned.tensor] = _part_of(owned, state[MASTER])
-    local.masters.load(found)
+    saved = {
+        param: {MASTER: state[MASTER]}
+        for param, state in loadable.states.items()
+        if MASTER in state
+    }
+    local.masters.load(masters_in([*loadable.shards, *cut_full_state(local, saved)]))
 
 
 def _part_of(owned: OwnedShard, value: Any) -> Any:

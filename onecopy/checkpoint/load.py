@@ -30,6 +30,7 @@ from onecopy.checkpoint.state import (
     LoadedMasters,
     Path_,
     ShardStates,
+    StateShard,
     StateView,
     beginnings,
     dotted,
@@ -754,7 +755,16 @@ class _Take:
             said, _ = rank_group.minimum_and_maximum(beginnings(self.state_view, self.shards))
             not_begun = names_not_begun(self.state_view, said)
         begun = without(self.state_view, self.shards, not_begun)
-        return Loadable({}, {}, self.options, {**begun, **self.kept}, self.masters)
+        states = {**begun, **self.kept}
+        shards = [
+            StateShard(owned.shard.param, (key,), value, owned=owned)
+            for owned in self.state_view.local.shards
+            for key, value in {
+                **states.get(owned.tensor, {}),
+                **({MASTER: self.masters[owned.tensor]} if owned.tensor in self.masters else {}),
+            }.items()
+        ]
+        return Loadable({}, {}, self.options, shards)
 
 
 def _read(

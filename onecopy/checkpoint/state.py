@@ -60,8 +60,8 @@ class StateShard:
     order: tuple[int, ...] = ()  # ... and the order of its dimensions in storage
     is_writer: bool = True  # of what several ranks hold alike (step), one rank writes it
     owned: OwnedShard | None = None  # whose state it is on this rank; None: of a frozen parameter
-    # The containers of the state that it is a leaf of (see ``transfer.encode``): the same object
-    # in all leaves, none of which may then be missing. None: the state is a flat dict.
+    # The containers of the state of which it is a leaf (``transfer.encode``), the same object in
+    # all leaves; but for the master copy, none may be missing. None: the state is a flat dict.
     skeleton: Any = None
 
     @property
@@ -82,6 +82,14 @@ class StateShard:
         for chunk in chunks_of(self.shape, self.order, self.start, self.stop):
             yield chunk, chunk.view(self.data, self.start, self.order) if is_cut else self.data
 
+    def on_cpu(self) -> StateShard:
+        """A copy that the next step does not change."""
+        return replace(self, data=self.data.to("cpu", copy=True))
+
+    def __deepcopy__(self, _: Any) -> StateShard:
+        """Why: torch's stagers copy objects deeply, and would copy the parameters too."""
+        return self.on_cpu() if self.is_tensor else self
+
     def empty_like(self) -> StateShard:
         """The same with memory of its own, to be filled."""
         data = self.data.new_empty(self.stop - self.start)
@@ -101,8 +109,8 @@ class StateView:
     groups: Sequence[Mapping[str, Any]]  # with the options that decide what state there is
     names: Sequence[str]  # of the parameters, by their number
     rank: int
-    # First states, by group and form of the tensor: most parameters are alike.
-    _first_states: dict[Any, dict[Any, Any]] = field(default_factory=dict, init=False)
+    # What classes make in their first step, by group and form of the tensor: most are alike.
+    _first: dict[Any, Any] = field(default_factory=dict, init=False)
     # What toys showed, by group and dtype: most parameters are alike.
     _toys: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False)
     _changes: dict[Any, bool] = field(default_factory=dict, init=False)
@@ -133,7 +141,7 @@ class StateView:
         found = []
         for number, group in enumerate(self.groups):
             for key, value in options_of(group).items():
-                _require_plain(value, f"option {key!r} of group {number}")
+                _encode_plain(value, [], f"option {key!r} of group {number}")
             found.append({**options_of(group), "params": self.names_in(number)})
         return found
 
@@ -168,7 +176,7 @@ class StateView:
         found = []
         for number, group in enumerate(self.groups):
             for key, value in options_of(group).items():
-                _require_plain(value, f"option {key!r} of group {number}")
+                _encode_plain(value, [], f"option {key!r} of group {number}")
             options = replaced(options_of(group), torch.Tensor, self._shared)
             found.append({**options, "params": self.names_in(number)})
         return found
@@ -194,10 +202,10 @@ class StateView:
             return self._start(index, shards)
         if shards[0].is_whole:
             (state,) = states
-            _require_plain(state, f"the state of {self.names[index]}")
+            _encode_plain(state, [], f"the state of {self.names[index]}")
             shown: dict[str, Any] = replaced(dict(state or {}), torch.Tensor, Fragment.of_whole)
             return shown
-        _require_plain(states[0], f"the state of {self.names[index]}")
+        _encode_plain(states[0], [], f"the state of {self.names[index]}")
         require_cut_state(states[0] or {}, self.names[index])
         return {
             str(key): self._cut_value(shards, [state[key] for state in states if state])
@@ -393,47 +401,74 @@ def collect(view: StateView, live: bool = True) -> list[StateShard]:
         states = [view.local.state.get(owned.tensor) or None if live else None for owned in held]
         has_state = None not in states
         for owned, state in zip(held, states, strict=True):
-            own = state if state and has_state else _first_state(view, index, owned)
-            master = {MASTER: owned.tensor} if owned.has_master else {}
-            shards = shards_of(owned, {**own, **master}, view.names[index])
-            if live and has_state:
+            if state and has_state:
+                master = {MASTER: owned.tensor} if owned.has_master else {}
+                shards = shards_of(owned, {**state, **master}, view.names[index])
                 _require_first_form(view, owned, shards)
-            found += shards
+                found += shards
+            else:
+                found += _first_shards(view, index, owned)
     for index, state in view.made_at_construction().items():
         found += _leaves_of(index, None, state, view.names[index], is_writer=view.rank == 0)
     return found
 
 
+def collect_groups(view: StateView) -> list[list[StateShard]]:
+    """The options of each group, and the names of its parameters under ``"params"``, for rank 0 to
+    write. Here ``param`` is the number of the group."""
+    return [
+        _leaves_of(number, None, group, f"group {number}", is_writer=view.rank == 0)
+        for number, group in enumerate(view.saved_groups())
+    ]
+
+
 def shards_of(owned: OwnedShard, state: Mapping[Any, Any], name: str) -> list[StateShard]:
     """The state of an owned shard, in shards; ``name`` is that of the parameter, for errors."""
-    if owned.is_cut:
-        for key, value in state.items():
-            if isinstance(value, (dict, list, tuple)) and tensors_in(value):
-                raise TypeError(
-                    f"the state {key!r} of {name} is a {type(value).__name__} of tensors, and the "
-                    "parameter is cut over the ranks: they cannot be put together again. Use "
-                    'partition="whole"'
-                )
-    return _leaves_of(owned.shard.param, owned, state, name, is_writer=owned.shard.start == 0)
+    index, is_writer = owned.shard.param, owned.shard.start == 0
+    return _leaves_of(index, owned, state, name, is_writer)
 
 
 def _leaves_of(
     param: int, owned: OwnedShard | None, state: Mapping[Any, Any], name: str, is_writer: bool
 ) -> list[StateShard]:
     tensors: list[torch.Tensor] = []
-    own = {key: value for key, value in state.items() if key != MASTER}
-    try:
-        skeleton = encode(own, tensors)
-    except NotPlain as error:
-        raise TypeError(_not_carried(f"the state of {name}", error)) from None
+    skeleton = encode_state(state, tensors, name, owned is not None and owned.is_cut)
     found = []
     for path, leaf in paths(skeleton).items():
         data = decode(leaf, tensors)
         shard = StateShard(param, path, data, is_writer=is_writer, owned=owned, skeleton=skeleton)
         found.append(_placed(shard) if shard.is_tensor else shard)
-    if MASTER in state:
-        found.append(_placed(StateShard(param, (MASTER,), state[MASTER], owned=owned)))
     return found
+
+
+def encode_state(
+    state: Mapping[Any, Any],
+    tensors: list[torch.Tensor],
+    name: str,
+    is_cut: bool,
+    form: str = "checkpoint",
+) -> Any:
+    """The skeleton of the state of a parameter, or the error why it cannot be saved."""
+    for key, value in state.items() if is_cut else ():
+        if isinstance(value, (dict, list, tuple)) and tensors_in(value):
+            raise TypeError(
+                f"the state {key!r} of {name} is a {type(value).__name__} of tensors, and the "
+                "parameter is cut over the ranks: they cannot be put together again. Use "
+                'partition="whole"'
+            )
+    return _encode_plain(dict(state), tensors, f"the state of {name}", form)
+
+
+def _encode_plain(
+    value: Any, tensors: list[torch.Tensor], what: str, form: str = "checkpoint"
+) -> Any:
+    try:
+        return encode(value, tensors)
+    except NotPlain as error:
+        raise TypeError(
+            f"{what} holds {error}, which a {form} cannot carry: only tensors, numbers, strings, "
+            "None and containers of them"
+        ) from None
 
 
 def _placed(shard: StateShard) -> StateShard:
@@ -447,10 +482,7 @@ def _placed(shard: StateShard) -> StateShard:
         return replace(
             shard, data=data, start=start, stop=stop, shape=shape, order=order, is_writer=True
         )
-    like = data  # what the memory is laid out like; a first state is one element, expanded
-    if owned is not None and data.shape == owned.param.shape and not is_dense(data):
-        like = owned.param
-    order = storage_order(like.shape, like.stride()) if is_dense(like) else tuple(range(data.dim()))
+    order = storage_order(data.shape, data.stride()) if is_dense(data) else tuple(range(data.dim()))
     return replace(shard, data=data, stop=data.numel(), shape=tuple(data.shape), order=order)
 
 
@@ -459,20 +491,6 @@ def leaves_of(tree: Mapping[str, Any]) -> dict[Path, Any]:
     tensors: list[torch.Tensor] = []
     leaves = paths(encode(dict(tree), tensors))
     return {path: decode(leaf, tensors) for path, leaf in leaves.items()}
-
-
-def _require_plain(value: Any, what: str) -> None:
-    try:
-        encode(value, [])
-    except NotPlain as error:
-        raise TypeError(_not_carried(what, error)) from None
-
-
-def _not_carried(what: str, error: NotPlain) -> str:
-    return (
-        f"{what} holds {error}, which a checkpoint cannot carry: only tensors, numbers, strings, "
-        "None and containers of them"
-    )
 
 
 def _require_state_by_param(local: InnerOptimizers) -> None:
@@ -496,10 +514,9 @@ def _require_first_form(view: StateView, owned: OwnedShard, shards: Sequence[Sta
     if is_torch_class(class_name(cls)):
         return
     name = view.names[index]
-    first = shards_of(owned, _first_state(view, index, owned), name)
     forms = [
         {shard.path: shard.shape if shard.is_tensor else None for shard in each}
-        for each in (first, [shard for shard in shards if not shard.is_master])
+        for each in (_first_shards(view, index, owned), shards)
     ]
     if forms[0] != forms[1]:
         changed = min(dotted(p) for p, _ in forms[0].items() ^ forms[1].items())
@@ -513,43 +530,50 @@ def _require_first_form(view: StateView, owned: OwnedShard, shards: Sequence[Sta
 # -------------------------------------------------------------------------- before the first step
 
 
-def _first_state(view: StateView, index: int, owned: OwnedShard) -> dict[Any, Any]:
+def _first_shards(view: StateView, index: int, owned: OwnedShard) -> list[StateShard]:
     """The state with which the class begins; its tensors are one element each in memory."""
-    number, tensor = view.registry.entries[index].group, owned.tensor
-    # Of an elementwise class it is known from a toy; others may treat every shape otherwise.
-    by_toy = view.registry.policies[number].kind is Kind.ELEMENTWISE and is_dense(owned.param)
-    form = (tensor.dtype, tensor.device, None if by_toy else (tensor.shape, tensor.stride()))
-    if (number, form) not in view._first_states:
-        template = view.template(index)
-        made = (
-            template.for_shard(tensor.dtype, tensor.device)
-            if by_toy
-            else template.for_tensor(tensor)
-        )
-        tensors: list[torch.Tensor] = []
-        skeleton = encode(made, tensors)
-        values = {
-            path: _first_value(template, str(path[0]), decode(leaf, tensors), tensor.device)
-            for path, leaf in paths(skeleton).items()
+    number, tensor, name = view.registry.entries[index].group, owned.tensor, view.names[index]
+    template = view.template(index)
+    master = {MASTER: tensor.detach()} if owned.has_master else {}
+    # A small stand-in shows that of an elementwise class; others may treat every shape otherwise.
+    is_small = view.registry.policies[number].kind is Kind.ELEMENTWISE and is_dense(owned.param)
+    shape = None if is_small else (tensor.shape, tensor.stride())
+    form = (number, tensor.dtype, tensor.device, owned.has_master, shape)
+    if form not in view._first:
+        if is_small:
+            view._first[form] = template.for_shard(tensor.dtype, tensor.device)
+        else:
+            made = shards_of(owned, {**template.for_tensor(tensor), **master}, name)
+            view._first[form] = [_at_start(template, shard, tensor.device) for shard in made]
+    if is_small:
+        state = {
+            key: torch.empty_like(tensor, dtype=value.dtype, device="meta")
+            if isinstance(value, torch.Tensor) and is_per_element(value)
+            else value
+            for key, value in view._first[form].items()
         }
-        view._first_states[number, form] = _rebuilt(skeleton, values)
-    state = view._first_states[number, form]
-    if not by_toy:
-        return state
-    return {
-        key: value[0, 0].expand(tensor.shape)
-        if isinstance(value, torch.Tensor) and is_per_element(value)
-        else value
-        for key, value in state.items()
-    }
+        shards = shards_of(owned, {**state, **master}, name)
+        return [_at_start(template, shard, tensor.device) for shard in shards]
+    return [
+        replace(shard, param=index, owned=owned, data=master.get(MASTER, shard.data))
+        if shard.is_master
+        else replace(shard, param=index, owned=owned)
+        for shard in view._first[form]
+    ]
 
 
-def _first_value(template: StateTemplate, key: str, value: Any, device: torch.device) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return number_at_start(value)
-    start = template.start_of(key) if value.is_floating_point() or value.is_complex() else 0
-    device = device if value.is_meta else value.device
-    return torch.tensor(start, dtype=value.dtype, device=device).expand(value.shape)
+def _at_start(template: StateTemplate, shard: StateShard, device: torch.device) -> StateShard:
+    if shard.is_master:
+        return shard
+    if not shard.is_tensor:
+        return replace(shard, data=number_at_start(shard.data))
+    like = shard.data
+    is_integer = not (like.is_floating_point() or like.is_complex())
+    start = 0 if is_integer else template.start_of(str(shard.path[0]))
+    device = device if like.is_meta else like.device
+    return replace(
+        shard, data=torch.tensor(start, dtype=like.dtype, device=device).expand(like.shape)
+    )
 
 
 def names_without_state(view: StateView) -> list[str]:
@@ -616,8 +640,12 @@ def _is_negative_zero(values: torch.Tensor) -> bool:
 def drop_state(
     view: StateView, shards: Sequence[StateShard], names: Container[str]
 ) -> list[StateShard]:
-    """Without the state of these parameters; master copies stay."""
-    return [shard for shard in shards if shard.is_master or view.names[shard.param] not in names]
+    """Without the state of these parameters. Master copies stay, and what frozen ones have."""
+    return [
+        shard
+        for shard in shards
+        if shard.owned is None or shard.is_master or view.names[shard.param] not in names
+    ]
 
 
 # -------------------------------------------------------------------------- giving back
@@ -649,11 +677,8 @@ def adopt(
     states = {}
     for owned, of_owned in by_owned(shards).items():
         leaves = [shard for shard in of_owned if not shard.is_master]
-        data = {leaf.path: leaf.data for leaf in leaves}
-        if leaves and leaves[0].skeleton is not None:
-            states[owned.tensor] = _rebuilt(leaves[0].skeleton, data)
-        elif leaves:
-            states[owned.tensor] = {path[0]: value for path, value in data.items()}
+        if leaves:
+            states[owned.tensor] = _state_of(leaves)
     for inner in local.inners:
         groups = [
             {**options_of(options[number]), "params": group["params"]}
@@ -668,15 +693,38 @@ def adopt(
         load_into(inner.optimizer, as_plain_dict({**own, **copied(common or {})}, groups))
 
 
-def _rebuilt(skeleton: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
-    """The containers of a skeleton, with these leaves."""
+def states_of_frozen(view: StateView, shards: Sequence[StateShard]) -> dict[torch.Tensor, Any]:
+    """State that every rank has whole, by parameter."""
+    found: dict[int, list[StateShard]] = {}
+    for shard in shards:
+        if shard.owned is None:
+            found.setdefault(shard.param, []).append(shard)
+    return {view.registry.params[index]: _state_of(leaves) for index, leaves in found.items()}
+
+
+def _state_of(leaves: Sequence[StateShard]) -> dict[Any, Any]:
+    data = {leaf.path: leaf.data for leaf in leaves}
+    if leaves[0].skeleton is None:
+        return {path[0]: value for path, value in data.items() if path}
+    state = rebuild(leaves[0].skeleton, {**data, (MASTER,): None})
+    return {key: value for key, value in state.items() if key != MASTER}
+
+
+def rebuild(
+    skeleton: Any, leaves: Mapping[Path, Any], as_saved: bool = False, path: Path = ()
+) -> Any:
+    """The containers of a skeleton, with these leaves. ``as_saved``: as DCP knows them, with text
+    for keys and lists of tensors for tuples."""
     if path in leaves:
         return leaves[path]
     ((kind, content),) = skeleton.items()
     if kind == "dict":
-        return {key: _rebuilt(item, leaves, (*path, str(key))) for key, item in content}
-    items = [_rebuilt(item, leaves, (*path, number)) for number, item in enumerate(content)]
-    return items if kind == "list" else tuple(items)
+        return {
+            str(key) if as_saved else key: rebuild(item, leaves, as_saved, (*path, str(key)))
+            for key, item in content
+        }
+    items = [rebuild(item, leaves, as_saved, (*path, n)) for n, item in enumerate(content)]
+    return tuple(items) if kind == "tuple" and not as_saved else items
 
 
 def load_into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
