@@ -135,7 +135,7 @@ def measured(config: GPTConfig, batch: int, mode: str, rounds: int) -> dict[str,
     whole = []
     for number in range(len(ways) * rounds):
         way = list(ways)[number % len(ways)]
-        check.unseal()
+        check.state_changed()
         set_corruption_check(optimizer, *ways[way])
         for step in range(STEPS):
             tokens = torch.randint(config.vocabulary, (batch, config.context + 1))

@@ -56,7 +56,7 @@ from onecopy.checkpoint.state import (
     states_of_frozen,
     uninitialized,
 )
-from onecopy.checks.corruption_check import CorruptionCheck, counters
+from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
 from onecopy.checks.replica_check import Evidence, require_equal_replicas
 from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import RankGroup
@@ -237,7 +237,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
-        self._watch_with(check_every)
+        self._check_every = check_every
+        self._check_steps = False
+        self._has_compared_gradients = False
+        # Whether it is a number is checked later, on all ranks together.
+        is_checked = isinstance(check_every, int) and bool(check_every)
+        self._corruption = CorruptionCheck(check_every or 0) if is_checked else NoCheck()
         self._steps = 0
         settings = Settings(
             partition,
@@ -301,7 +306,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
         if "_inner" in self.__dict__:  # the base class's constructor sets an empty one before
             self._inner.replace_state(value)
-            self._state_has_changed()
+            self._corruption.state_changed()
             self._full_state.forget("the state was replaced after the last consolidation")
 
     def _description(self) -> list[str]:
@@ -345,7 +350,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._attachment.judge()
             self.wait()
             self._follow_changes(join_round)
-            self._look_for_damage()
+            self._corruption.before_step(self._steps, self._params, self._compare_replicas)
             self._inner.masters.follow_params()
             if self._check_steps:
                 self._compare_step(closure, kwargs, join_round)
@@ -359,15 +364,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
                 order = self._params.begin_sending()
                 if update.steps_at_once:
-                    if self._corruption_check is not None:
-                        self._corruption_check.look_at_all()
+                    self._corruption.read_all()
                     update.update_at_once(order)
                 for bucket in order:
-                    if self._corruption_check is not None:
-                        self._corruption_check.look(bucket)
-                    update.update_bucket(bucket)
-                    if self._corruption_check is not None:
-                        self._corruption_check.seal(bucket)  # while its state is in the cache
+                    with self._corruption.watch(bucket):
+                        update.update_bucket(bucket)
                     self._params.all_gather(bucket)
                     self._params.status.updated()
                 self._params.finish_step()
@@ -396,7 +397,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             refusal = self._params.status.refusal
             if refusal is not None:
                 self._rank_group.monitor.note(refusal, same_place=True, is_error=True)
-                self._finish_looking()
+                self._corruption.step_failed()
             else:
                 self._rank_group.monitor.take_back(
                     f"{where} raised {type(error).__name__}: {error}"
@@ -476,7 +477,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
         self._inner.options_out(self.param_groups)
-        self._state_has_changed()
+        self._corruption.state_changed()
         self._params.send_all()
 
     # ------------------------------------------------------------------ copying
@@ -878,7 +879,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Collective. The result is a copy on the CPU; it is dropped at the next step.
         """
         self._require_usable()
-        self._require_unharmed_state()
+        self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
         self._bring_masters_up_to_date()
         self._full_state.gather(self._rank_group, self._params, self.param_groups, self._steps, to)
 
@@ -934,7 +935,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
         with self._params.status.loading():
-            self._state_has_changed()
+            self._corruption.state_changed()
             self._full_state.forget(
                 "a state dict was loaded after the last consolidation",
                 is_state_same=loadable.is_empty,  # if there was none before
@@ -974,7 +975,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Before they are saved: the parameters are here, and what was written into them counts."""
         self.wait()
         if self._inner.masters.follow_writes():
-            self._state_has_changed()
+            self._corruption.state_changed()
 
     # ------------------------------------------------------------------ sharded checkpoints
 
@@ -1017,7 +1018,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._require_usable()
         self._rank_group.enter(f"saving to {path}")
-        self._require_unharmed_state()
+        self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
         self._follow_changes()
         self._bring_masters_up_to_date()
         save_checkpoint(
@@ -1088,7 +1089,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """This rank's share. Collective: a rank that cannot show its share tells all."""
         self._require_usable()
         self._rank_group.enter("showing the state for a checkpoint")
-        self._require_unharmed_state()
+        self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
         self._follow_changes()
         self._bring_masters_up_to_date()
         shown: list[Shown] = []
@@ -1146,16 +1147,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ checks
 
-    def _watch_with(self, check_every: int | None) -> None:
-        self._check_every = check_every
-        self._check_steps = False
-        self._compared = 0  # before which step, last
-        self._has_compared_gradients = False
-        # Whether it is a number is checked later, on all ranks together.
-        self._corruption_check = (
-            CorruptionCheck() if isinstance(check_every, int) and check_every else None
-        )
-
     def assert_replicas_equal(self) -> None:
         """Compare what all ranks hold: the parameters, bit for bit, and the numbers in the state,
         as ``step``, of parameters that are cut; with ``check_every``, also the state with what it
@@ -1165,84 +1156,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._rank_group.enter("comparing replicas")
         self.wait()
         params = self._params.registry.params
-        if self._corruption_check is not None:
-            self._corruption_check.inspect_now()
+        changes = self._corruption.changes(len(params))
         if params:
             prints = torch.stack([fingerprint(param).cpu() for param in params])
-            self._require_equal(prints)
+            require_equal_replicas(
+                self._rank_group,
+                Evidence.of(self._inner, self._params.registry.names, prints, changes),
+            )
 
-    def _require_equal(self, fingerprints: torch.Tensor, since: str = "") -> None:
+    def _compare_replicas(
+        self, fingerprints: torch.Tensor, since: str, changes: Sequence[str]
+    ) -> None:
+        """For the corruption check, in a step."""
+        self._rank_group.monitor.add_to_note("comparing replicas")
+        same_outcome(self._rank_group, "comparing the ranks", self._description)
         names = self._params.registry.names
-        suspicions = (
-            self._corruption_check.suspicions(len(names))
-            if self._corruption_check
-            else [""] * len(names)
-        )
-        said = counters(self._inner, len(names))
         require_equal_replicas(
-            self._rank_group, Evidence(names, fingerprints, said, suspicions, since)
+            self._rank_group, Evidence.of(self._inner, names, fingerprints, changes, since)
         )
-
-    # ------------------------------------------------------------------ check_every
-
-    def _look_for_damage(self) -> None:
-        """A step begins, and nothing has been changed yet. Mostly each bucket is looked at when
-        its turn comes."""
-        corruption_check = self._corruption_check
-        if corruption_check is None:
-            return
-        corruption_check.begin(
-            self._steps, self._inner, self._params.plan, self._params.registry.params
-        )
-        compares = self._steps % (self._check_every or 1) == 0
-        masters_will_follow = self._inner.masters.are_behind()
-        if compares or masters_will_follow:
-            corruption_check.look_at_all()
-        if masters_will_follow:
-            corruption_check.unseal()
-        if compares and self._compared < self._steps:  # not again if the step is called again
-            self._rank_group.monitor.add_to_note("comparing replicas")
-            same_outcome(self._rank_group, "comparing the ranks", self._description)
-            try:
-                self._require_equal(*corruption_check.history())
-            except RuntimeError:
-                corruption_check.begin_history(is_all_well=False)
-                raise
-            corruption_check.begin_history(is_all_well=True)
-            self._compared = self._steps
-
-    def _finish_looking(self) -> None:
-        """A step has failed in the middle."""
-        if self._corruption_check is not None:
-            # Memory that cannot be read has failed before: that is what the user has to know.
-            with contextlib.suppress(Exception):
-                self._corruption_check.finish()
-            self._corruption_check.unseal()
-
-    def _require_unharmed_state(self) -> None:
-        """Before it is written down: else what has flipped would come back with every restart.
-        Collective, with ``check_every``."""
-        corruption_check = self._corruption_check
-        if corruption_check is None:
-            return
-
-        def prepare() -> list[str]:
-            names = self._params.registry.names
-            corruption_check.inspect_now()
-            for name, said in zip(names, corruption_check.suspicions(len(names)), strict=True):
-                if said:
-                    raise RuntimeError(
-                        f"the state of {name} has changed although no step was taken: {said}. It "
-                        "is not saved: go back to an earlier checkpoint. If your code writes into "
-                        "the state, or to load over it, say so: optimizer.state = optimizer.state"
-                    )
-            return []
-
-        same_outcome(self._rank_group, "looking at the state before it is saved", prepare)
-
-    def _state_has_changed(self) -> None:
-        if self._corruption_check is not None:
-            self._corruption_check.unseal()
 
     # ------------------------------------------------------------------ ONECOPY_CHECK=step
 

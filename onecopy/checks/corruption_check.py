@@ -3,9 +3,8 @@
 There is one copy of the state, so there is nothing to compare it with but itself: a checksum is
 taken when it has been updated, and again right before the next update. Parameters have a copy on
 every rank; but a step heals the copies of other ranks and spreads the owner's mistake, so they too
-must be looked at before every step. Their checksums run into a history, one number for each
-parameter, which the ranks compare now and then: it differs if the parameter did before any step
-since.
+must be read before every step. Their checksums run into a history, one number for each parameter,
+which the ranks compare every so many steps: it differs if the parameter did before any step since.
 
     step 7, a bucket is updated      state: checksum --.
                                                        equal?
@@ -13,50 +12,365 @@ since.
                                      parameters: history = history * odd + checksum
 
 It happens bucket by bucket, because the update is about to read the same memory, or has just
-written it: then it comes from the cache. Nothing here communicates, or waits for an accelerator.
+written it: then it comes from the cache. Nothing here waits for an accelerator, and only what the
+caller passes in communicates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from onecopy.planning.layout import part_of
+from onecopy.comm.agreement import same_outcome
+from onecopy.comm.group import RankGroup
+from onecopy.planning.layout import is_dense, part_of
 from onecopy.planning.param_groups import MASTER
 from onecopy.planning.plan import Plan
-from onecopy.sharding.fingerprints import ODD, Checksums, checksum
+from onecopy.sharding.fingerprints import INTEGERS, ODD, WORD_BYTES, checksum, words_of
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.owned import OwnedShard
+from onecopy.sharding.sharded_params import ShardedParams
+
+# Compares the ranks: history of each parameter, when it was read, what changed of its state.
+Compare = Callable[[torch.Tensor, str, Sequence[str]], None]
 
 
-class Content(NamedTuple):
-    """A tensor of this rank's state: of which parameter, from where on, and under which key."""
+class NoCheck:
+    """Without ``check_every``: the same methods do nothing."""
 
-    param: int
-    start: int
-    key: str
-    tensor: torch.Tensor
+    def before_step(self, step: int, sharded_params: ShardedParams, compare: Compare) -> None:
+        """A step begins, and nothing has been changed yet."""
 
-    @property
-    def label(self) -> tuple[int, int, str]:
-        return self[:3]
+    def read_all(self) -> None:
+        """Before all buckets are updated at once: what :meth:`watch` does before each of them."""
+
+    def watch(self, bucket: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """While a bucket is updated."""
+        return contextlib.nullcontext()
+
+    def step_failed(self) -> None:
+        """In the middle, after something was updated."""
+
+    def state_changed(self) -> None:
+        """As it should: by a load, or by the user who says so."""
+
+    def changes(self, count: int) -> list[str]:
+        """Between two steps: of each of so many parameters, what of its state has changed when."""
+        return [""] * count
+
+    def require_unchanged(self, rank_group: RankGroup, names: Sequence[str]) -> None:
+        """Before the state is saved: else what has flipped would come back with every restart.
+        Collective."""
 
 
-def contents(local: InnerOptimizers, shards: Sequence[OwnedShard]) -> list[Content]:
-    """All tensors of the state of these pieces, master copies among them."""
-    found = []
-    for owned, state in _states(local, shards):
-        place = owned.shard.param, owned.shard.start
+class CorruptionCheck(NoCheck):
+    """Reads what an optimizer holds, bucket by bucket, before it is updated and afterwards.
+
+    A reading that is followed by the update counts: it goes into the history. If a step is refused
+    and tried again, there is another reading, and the first is forgotten.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._compared = 0  # before which step, last
+        self._step = 0
+        self._attempt = 0  # at any step
+        self._plan: Plan | None = None
+        self._params: Sequence[torch.Tensor] = ()
+        self._buckets: list[_BucketCheck] = []
+        self._since = 0  # the first step in the history
+        self._past: torch.Tensor | None = None  # the history under earlier plans, by parameter
+        self._changes: dict[int, str] = {}  # by parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CorruptionCheck:
+        """A copy of the optimizer begins anew."""
+        return CorruptionCheck(self.every)
+
+    def before_step(self, step: int, sharded_params: ShardedParams, compare: Compare) -> None:
+        inner = sharded_params.inner
+        self._begin(step, inner, sharded_params.plan, sharded_params.registry.params)
+        compares, masters_will_follow = step % self.every == 0, inner.masters.are_behind()
+        if compares or masters_will_follow:  # else each bucket is read when its turn comes
+            self.read_all()
+        if masters_will_follow:
+            self.state_changed()
+        if compares and self._compared < step:  # not again if the step is called again
+            try:
+                compare(*self._history(), self._take_changes(len(self._params)))
+            except RuntimeError:
+                self._begin_history(is_all_well=False)
+                raise
+            self._begin_history(is_all_well=True)
+            self._compared = step
+
+    def _begin(
+        self, step: int, inner: InnerOptimizers, plan: Plan, params: Sequence[torch.Tensor]
+    ) -> None:
+        self._step = step
+        self._attempt += 1
+        for bucket in self._buckets:
+            bucket.history.forget_reading()
+        if plan is not self._plan and plan != self._plan:
+            for bucket in self._buckets:  # no shard has moved: its state can still be compared
+                bucket.state.compare(step)
+            self.state_changed()
+            self._past = self._histories()
+            numbers = range(len(plan.buckets))
+            self._buckets = [_BucketCheck(inner, plan, params, number) for number in numbers]
+        self._plan, self._params = plan, params
+
+    def read_all(self) -> None:
+        for bucket in self._buckets:
+            bucket.read(self._step, self._attempt)
+
+    @contextlib.contextmanager
+    def watch(self, bucket: int) -> Iterator[None]:
+        check = self._buckets[bucket]
+        check.read(self._step, self._attempt)
+        yield
+        self._count_reading(check)
+        check.state.remember(self._changes)  # while it is in the cache
+
+    def step_failed(self) -> None:
+        # Other ranks have read every bucket in this step: so does this one, or its history would
+        # be another. Memory that cannot be read has failed before: the user has to know that.
+        with contextlib.suppress(Exception):
+            self.read_all()
+            for bucket in self._buckets:
+                self._count_reading(bucket)
+        self.state_changed()
+
+    def _count_reading(self, bucket: _BucketCheck) -> None:
+        if bucket.count_reading(self._step):
+            self._since = self._since or self._step
+
+    def state_changed(self) -> None:
+        for bucket in self._buckets:
+            bucket.state.forget(self._changes)
+
+    def changes(self, count: int) -> list[str]:
+        for bucket in self._buckets:
+            bucket.state.compare(self._step + 1)
+        return self._take_changes(count)
+
+    def _take_changes(self, count: int) -> list[str]:
+        """They are then forgotten."""
+        for bucket in self._buckets:
+            bucket.state.report(self._changes)
+        found, self._changes = self._changes, {}
+        return [found.get(index, "") for index in range(count)]
+
+    def require_unchanged(self, rank_group: RankGroup, names: Sequence[str]) -> None:
+        def prepare() -> list[str]:
+            for name, change in zip(names, self.changes(len(names)), strict=True):
+                if change:
+                    raise RuntimeError(
+                        f"the state of {name} has changed although no step was taken: {change}. It "
+                        "is not saved: go back to an earlier checkpoint. If your code writes into "
+                        "the state, or to load over it, say so: optimizer.state = optimizer.state"
+                    )
+            return []
+
+        same_outcome(rank_group, "looking at the state before it is saved", prepare)
+
+    def _history(self) -> tuple[torch.Tensor, str]:
+        """What each parameter was before the steps up to this one, before which all were read, and
+        which steps those are."""
+        assert self._plan is not None
+        found = self._histories()
+        # Nothing heals or spreads what is not trained: it is as wrong now as it ever was.
+        frozen = [i for i in range(len(self._params)) if i not in self._plan.params]
+        for index in frozen:
+            found[index] += checksum(self._params[index]).cpu()
+        since = self._since or self._step
+        when = f"{since}" if since == self._step else f"{since} to {self._step}"
+        return found, f" (looked at before step {when})"
+
+    def _begin_history(self, is_all_well: bool) -> None:
+        """The history was compared. If all is not well, the step will be refused, and the readings
+        before it were the last ones that anybody hears of."""
+        self._past, self._since = None, 0
+        for bucket in self._buckets:
+            bucket.begin_history(self._step if is_all_well else 0)
+
+    def _histories(self) -> torch.Tensor:
+        found = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
+        if self._past is not None:  # parameters are only ever added
+            found[: len(self._past)] = self._past * ODD
+        for bucket in self._buckets:
+            found.index_add_(0, bucket.history.params, bucket.history.with_reading().cpu())
+        return found
+
+
+class _BucketCheck:
+    """What is known of a bucket."""
+
+    def __init__(
+        self, inner: InnerOptimizers, plan: Plan, params: Sequence[torch.Tensor], bucket: int
+    ) -> None:
+        self.history = _ParamHistory(plan, params, bucket)
+        self.state = _StateRecord(inner, bucket)
+        self._read_in = 0  # an attempt at a step
+        self._counted = 0  # the step before which a reading counted, last
+
+    def read(self, step: int, attempt: int) -> None:
+        """Once per attempt, and not after a reading before this step that counted."""
+        if self._counted < step and self._read_in < attempt:
+            self._read_in = attempt
+            self.history.read()
+            self.state.compare(step)
+
+    def count_reading(self, step: int) -> bool:
+        """The bucket has been updated: there will be no other reading before this step. Whether
+        there was one that had not been counted."""
+        if not self.history.count_reading():
+            return False
+        self._counted = step
+        return True
+
+    def begin_history(self, counted: int) -> None:
+        self.history.forget()
+        self._counted = counted
+
+
+class _ParamHistory:
+    """The parameters in a bucket: what they were before the steps so far, one number for each part
+    of a parameter."""
+
+    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], bucket: int) -> None:
+        segments = list(plan.segments(bucket))
+        self._segments = [(params[s.param], s.start, s.stop) for s in segments]
+        self.params = torch.tensor([s.param for s in segments], dtype=torch.int64, device="cpu")
+        self._counted: torch.Tensor | None = None
+        self._reading: torch.Tensor | None = None  # that does not count yet
+        self._places: list[int] = []  # of the parameters in memory
+        self._checksums = Checksums([])  # of the segments
+
+    def read(self) -> None:
+        places = [param.data_ptr() for param, _, _ in self._segments]
+        if places != self._places:
+            self._places = places
+            self._checksums = Checksums([part_of(p.detach(), i, j) for p, i, j in self._segments])
+        self._reading = self._checksums.now()
+
+    def forget_reading(self) -> None:
+        """The step that it was before was refused, and other ranks may have none."""
+        self._reading = None
+
+    def count_reading(self) -> bool:
+        """Take the last reading into the history, if there was one."""
+        if self._reading is None:
+            return False
+        self._counted, self._reading = self.with_reading(), None
+        return True
+
+    def with_reading(self) -> torch.Tensor:
+        """The history, and the reading that does not count yet."""
+        if self._counted is None:
+            return torch.zeros_like(self.params) if self._reading is None else self._reading
+        if self._reading is None:
+            return self._counted
+        return torch.add(self._reading, self._counted.to(self._reading.device), alpha=ODD)
+
+    def forget(self) -> None:
+        self._counted = self._reading = None
+
+
+Label = tuple[int, int, str]  # of a tensor of the state: parameter, first element there, key
+
+
+class _StateRecord:
+    """This rank's state in a bucket: whether it is what the last step has left."""
+
+    def __init__(self, inner: InnerOptimizers, bucket: int) -> None:
+        self._inner, self._bucket = inner, bucket
+        self._labels: list[Label] = []
+        self._steady: Checksums | None = None  # of the state, if it stays where it is
+        self._last: list[weakref.ref[torch.Tensor]] = []  # the state that was remembered
+        self._checksums: torch.Tensor | None = None  # that were remembered, by label
+        self._changed_at: torch.Tensor | None = None  # the first step before which one had changed
+
+    def _state(self) -> tuple[list[Label], list[torch.Tensor]]:
+        return state_tensors(self._inner, self._inner.shards_in(self._bucket))
+
+    def remember(self, changes: dict[int, str]) -> None:
+        """The state was updated: until the next step nobody touches it."""
+        labels, tensors = self._state()
+        steady = self._steady
+        if self._checksums is not None and steady is not None and steady.are_of(tensors):
+            self._checksums = steady.now()
+            return
+        if labels != self._labels or self._checksums is None:
+            self.report(changes)
+            self._labels = labels
+        # What a class makes anew in every step is not held on to: it would be there twice.
+        same = [ref() for ref in self._last]
+        is_steady = len(same) == len(tensors) and all(map(operator.is_, same, tensors))
+        self._last = list(map(weakref.ref, tensors))
+        self._steady = Checksums(tensors) if is_steady else None
+        self._checksums = (self._steady or Checksums(tensors)).now()
+
+    def forget(self, changes: dict[int, str]) -> None:
+        self.report(changes)
+        self._checksums = self._steady = None
+
+    def compare(self, step: int) -> None:
+        """Is the state what it was when it was remembered?"""
+        if self._checksums is None or not len(self._checksums):
+            return
+        labels, tensors = self._state()
+        if self._steady is not None and self._steady.are_of(tensors):
+            now = self._steady.now()
+        elif self._labels == labels:
+            now = Checksums(tensors).now()
+        else:
+            self._checksums = None  # state was taken away or added by hand
+            return
+        if now.device.type == "cpu" and torch.equal(now, self._checksums):
+            return  # elsewhere the answer would have to be waited for
+        changed = now.to(self._checksums.device) != self._checksums
+        if self._changed_at is None:
+            self._changed_at = torch.zeros_like(self._checksums)
+        is_first = changed & (self._changed_at == 0)
+        self._changed_at = torch.where(is_first, step, self._changed_at)
+
+    def report(self, changes: dict[int, str]) -> None:
+        """Write down what has been noticed so far."""
+        if self._changed_at is not None:
+            for label, step in zip(self._labels, self._changed_at.tolist(), strict=True):
+                if step:
+                    param, _, key = label
+                    changes.setdefault(param, f"{key}, before step {step}")
+        self._changed_at = None
+
+
+def state_tensors(
+    inner: InnerOptimizers, shards: Sequence[OwnedShard]
+) -> tuple[list[Label], list[torch.Tensor]]:
+    """All tensors of the state of these shards that have memory, master copies among them.
+
+    Why not ``checkpoint.state.collect``: this runs twice per bucket and step, and checks nothing.
+    """
+    labels: list[Label] = []
+    tensors: list[torch.Tensor] = []
+    states = [each.optimizer.state for each in inner.inners]
+    for owned in shards:
+        param, start = owned.shard.param, owned.shard.start
         if owned.has_master:
-            found.append(Content(*place, MASTER, owned.tensor))
+            labels.append((param, start, MASTER))
+            tensors.append(owned.tensor)
+        state: Any = next((state[owned.tensor] for state in states if owned.tensor in state), {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                found += [Content(*place, name, memory) for name, memory in _in_memory(key, value)]
-    return found
+                for name, memory in _in_memory(key, value):
+                    labels.append((param, start, name))
+                    tensors.append(memory)
+    return labels, tensors
 
 
 def _in_memory(key: Any, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,273 +391,72 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def counters(local: InnerOptimizers, params: int) -> list[list[str]]:
-    """By parameter, what each of its pieces on this rank says of ``step`` and other numbers. An
-    elementwise class keeps the same in all pieces, since it cannot know which one it has."""
-    said: list[list[str]] = [[] for _ in range(params)]
-    for owned, state in _states(local, local.shards):
-        numbers = [
-            f"{key} = {value.item() if isinstance(value, torch.Tensor) else value!r}"
-            for key, value in sorted(state.items(), key=lambda item: str(item[0]))
-            if isinstance(value, (bool, int, float))
-            or (isinstance(value, torch.Tensor) and not value.dim())
-        ]
-        if numbers:
-            said[owned.shard.param].append(", ".join(numbers))
-    return said
+class Checksums:
+    """Those of the same tensors, again and again: what does not change is prepared once."""
 
+    @torch.inference_mode(False)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+        devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
+        # Where the others are, so that nothing is waited for.
+        self._device = devices[0] if devices else torch.device("cpu")
+        numbers: dict[torch.dtype, list[int]] = {}
+        larger: list[int] = []
+        for index, tensor in enumerate(self._tensors):
+            is_number = tensor.dim() == 0 and tensor.device.type == "cpu"
+            if is_number and tensor.element_size() < WORD_BYTES:
+                numbers.setdefault(tensor.dtype, []).append(index)
+            else:
+                larger.append(index)
+        # Single elements, as `step`, are read in one go: those of one dtype have cells in a row.
+        order = [*larger, *(index for indices in numbers.values() for index in indices)]
+        self._cell_of = torch.tensor(order, dtype=torch.int64, device="cpu").argsort()
+        self._cells = torch.zeros(len(order), dtype=torch.int64, device="cpu")
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # words, and where the sum goes
+        self._rests: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: list[int] = []  # to be read the long way, by position
+        for index, cell in zip(larger, self._cells[: len(larger)], strict=True):
+            self._prepare(index, self._tensors[index].detach(), cell)
+        self._numbers: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+        start = len(larger)
+        for dtype, indices in numbers.items():
+            cells = self._cells[start : start + len(indices)]
+            together = torch.empty(len(indices), dtype=dtype, device="cpu")
+            self._numbers.append(
+                ([self._tensors[index].detach() for index in indices], together, cells)
+            )
+            start += len(indices)
 
-def _states(
-    local: InnerOptimizers, shards: Sequence[OwnedShard]
-) -> Iterator[tuple[OwnedShard, dict[Any, Any]]]:
-    states = [inner.optimizer.state for inner in local.inners]
-    for owned in shards:
-        yield owned, next((state[owned.tensor] for state in states if owned.tensor in state), {})
+    def _prepare(self, index: int, tensor: torch.Tensor, cell: torch.Tensor) -> None:
+        is_misaligned = tensor.storage_offset() * tensor.element_size() % WORD_BYTES
+        if tensor.device.type != "cpu" or not is_dense(tensor) or is_misaligned:
+            self._others.append(index)
+            return
+        words, rest = words_of(tensor)
+        self._sums.append((words, cell))
+        if rest.numel():
+            self._rests.append((rest, cell))
 
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same ones, where they were."""
+        return len(tensors) == len(self._tensors) and all(
+            tensor is known and (tensor.data_ptr(), tensor.shape) == place
+            for tensor, known, place in zip(tensors, self._tensors, self._places, strict=True)
+        )
 
-class CorruptionCheck:
-    """Looks at what an optimizer holds, bucket by bucket, before it is updated and afterwards.
-
-    A look that is followed by the update counts: it goes into the history. If a step is refused and
-    tried again, it is looked at again, and the first look is forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._attempt = 0  # at any step
-        self._plan: Plan | None = None
-        self._params: Sequence[torch.Tensor] = ()
-        self._guards: list[_Guard] = []  # by bucket
-        self._since = 0  # the first step in the history
-        self._past: torch.Tensor | None = None  # the history under earlier plans, by parameter
-        self._suspicions: dict[int, str] = {}  # by parameter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CorruptionCheck:
-        """A copy of the optimizer begins anew."""
-        return CorruptionCheck()
-
-    def begin(
-        self, step: int, local: InnerOptimizers, plan: Plan, params: Sequence[torch.Tensor]
-    ) -> None:
-        """A step begins, with this plan."""
-        self._step = step
-        self._attempt += 1
-        for guard in self._guards:
-            guard.history.forget_look()
-        if plan is not self._plan and plan != self._plan:
-            for guard in self._guards:  # no piece has moved: what was sealed can still be compared
-                guard.state.inspect(step)
-            self.unseal()
-            self._past = self._histories()
-            buckets = range(len(plan.buckets))
-            self._guards = [_Guard(local, plan, params, bucket) for bucket in buckets]
-        self._plan, self._params = plan, params
-
-    def look(self, bucket: int) -> None:
-        """A bucket is about to be updated."""
-        self._guards[bucket].look(self._step, self._attempt)
-
-    def look_at_all(self) -> None:
-        """All buckets are, or the step has failed, and none will be."""
-        for guard in self._guards:
-            guard.look(self._step, self._attempt)
-
-    def seal(self, bucket: int) -> None:
-        """A bucket has been updated: until the next step nobody touches its state."""
-        self._count_look(self._guards[bucket])
-        self._guards[bucket].state.seal(self._suspicions)
-
-    def finish(self) -> None:
-        """The step has failed in the middle. Other ranks have looked at every bucket in it: so does
-        this one, or its history would be another."""
-        self.look_at_all()
-        for guard in self._guards:
-            self._count_look(guard)
-
-    def _count_look(self, guard: _Guard) -> None:
-        if guard.count_look(self._step):
-            self._since = self._since or self._step
-
-    def unseal(self) -> None:
-        """The state has been changed, as it should be."""
-        for guard in self._guards:
-            guard.state.unseal(self._suspicions)
-
-    def inspect_now(self) -> None:
-        """Between two steps somebody asks: is the state what it was?"""
-        for guard in self._guards:
-            guard.state.inspect(self._step + 1)
-
-    def history(self) -> tuple[torch.Tensor, str]:
-        """What each parameter was before the steps up to this one, before which all were looked
-        at, and which steps those are."""
-        assert self._plan is not None
-        found = self._histories()
-        # Nothing heals or spreads what is not trained: it is as wrong now as it ever was.
-        frozen = [i for i in range(len(self._params)) if i not in self._plan.params]
-        for index in frozen:
-            found[index] += checksum(self._params[index]).cpu()
-        since = self._since or self._step
-        when = f"{since}" if since == self._step else f"{since} to {self._step}"
-        return found, f" (looked at before step {when})"
-
-    def begin_history(self, is_all_well: bool) -> None:
-        """The history was compared. If all is not well, the step will be refused, and the looks
-        before it were the last ones that anybody hears of."""
-        self._past, self._since = None, 0
-        for guard in self._guards:
-            guard.begin_history(self._step if is_all_well else 0)
-
-    def _histories(self) -> torch.Tensor:
-        found = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
-        if self._past is not None:  # parameters are only ever added
-            found[: len(self._past)] = self._past * ODD
-        for guard in self._guards:
-            found.index_add_(0, guard.history.params, guard.history.with_look().cpu())
+    def now(self) -> torch.Tensor:
+        """The numbers, in the order of the tensors."""
+        for words, cell in self._sums:
+            torch.sum(words, 0, out=cell)
+        for rest, cell in self._rests:
+            cell.add_(rest.sum())
+        for tensors, together, cells in self._numbers:
+            torch.stack(tensors, out=together)
+            cells.copy_(together.view(INTEGERS[together.element_size()]))
+        found = self._cells.index_select(0, self._cell_of)
+        if self._device.type != "cpu":
+            found = found.to(self._device, non_blocking=True)
+        for index in self._others:
+            found[index] = checksum(self._tensors[index])
         return found
-
-    def suspicions(self, params: int) -> list[str]:
-        """By parameter, what of its state has changed when; they are then forgotten."""
-        for guard in self._guards:
-            guard.state.settle(self._suspicions)
-        found, self._suspicions = self._suspicions, {}
-        return [found.get(index, "") for index in range(params)]
-
-
-class _Guard:
-    """What is known of a bucket."""
-
-    def __init__(
-        self, local: InnerOptimizers, plan: Plan, params: Sequence[torch.Tensor], bucket: int
-    ) -> None:
-        self.history = _History(plan, params, bucket)
-        self.state = _Seal(local, bucket)
-        self._looked_in = 0  # an attempt at a step
-        self._counted = 0  # the step before which a look counted, last
-
-    def look(self, step: int, attempt: int) -> None:
-        if self._counted < step and self._looked_in < attempt:
-            self._looked_in = attempt
-            self.history.look()
-            self.state.inspect(step)
-
-    def count_look(self, step: int) -> bool:
-        """The bucket has been updated: there will be no other look before this step. Whether there
-        was one that had not been counted."""
-        if not self.history.count_look():
-            return False
-        self._counted = step
-        return True
-
-    def begin_history(self, counted: int) -> None:
-        self.history.forget()
-        self._counted = counted
-
-
-class _History:
-    """The parameters in a bucket: what they were before the steps so far, one number for each part
-    of a parameter."""
-
-    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], bucket: int) -> None:
-        segments = list(plan.segments(bucket))
-        self._segments = [(params[s.param], s.start, s.stop) for s in segments]
-        self.params = torch.tensor([s.param for s in segments], dtype=torch.int64, device="cpu")
-        self._counted: torch.Tensor | None = None
-        self._seen: torch.Tensor | None = None  # in a look that does not count yet
-        self._places: list[int] = []  # of the parameters in memory
-        self._checksums = Checksums([])  # of the segments
-
-    def look(self) -> None:
-        places = [param.data_ptr() for param, _, _ in self._segments]
-        if places != self._places:
-            self._places = places
-            self._checksums = Checksums([part_of(p.detach(), i, j) for p, i, j in self._segments])
-        self._seen = self._checksums.now()
-
-    def forget_look(self) -> None:
-        """The step that it was before was refused, and other ranks may not have looked."""
-        self._seen = None
-
-    def count_look(self) -> bool:
-        """Take the last look into the history, if there was one."""
-        if self._seen is None:
-            return False
-        self._counted, self._seen = self.with_look(), None
-        return True
-
-    def with_look(self) -> torch.Tensor:
-        """The history, and the look that does not count yet."""
-        if self._counted is None:
-            return torch.zeros_like(self.params) if self._seen is None else self._seen
-        if self._seen is None:
-            return self._counted
-        return torch.add(self._seen, self._counted.to(self._seen.device), alpha=ODD)
-
-    def forget(self) -> None:
-        self._counted = self._seen = None
-
-
-class _Seal:
-    """This rank's state in a bucket: whether it is what the last step has left."""
-
-    def __init__(self, local: InnerOptimizers, bucket: int) -> None:
-        self._local, self._bucket = local, bucket
-        self._labels: list[tuple[int, int, str]] = []
-        self._steady: Checksums | None = None  # of the state, if it stays where it is
-        self._last: list[weakref.ref[torch.Tensor]] = []  # the state, as it was sealed
-        self._sealed: torch.Tensor | None = None  # checksums, by label
-        self._changed_at: torch.Tensor | None = None  # the first step before which one had changed
-
-    def _contents(self) -> list[Content]:
-        return contents(self._local, self._local.shards_in(self._bucket))
-
-    def seal(self, suspicions: dict[int, str]) -> None:
-        state = self._contents()
-        tensors = [content.tensor for content in state]
-        if self._sealed is not None and self._steady is not None and self._steady.are_of(tensors):
-            self._sealed = self._steady.now()
-            return
-        labels = [content.label for content in state]
-        if labels != self._labels or self._sealed is None:
-            self.settle(suspicions)
-            self._labels = labels
-        # What a class makes anew in every step is not held on to: it would be there twice.
-        same = [ref() for ref in self._last]
-        is_steady = len(same) == len(tensors) and all(map(operator.is_, same, tensors))
-        self._last = list(map(weakref.ref, tensors))
-        self._steady = Checksums(tensors) if is_steady else None
-        self._sealed = (self._steady or Checksums(tensors)).now()
-
-    def unseal(self, suspicions: dict[int, str]) -> None:
-        self.settle(suspicions)
-        self._sealed = self._steady = None
-
-    def inspect(self, step: int) -> None:
-        """Is the state what it was when it was sealed?"""
-        if self._sealed is None or not len(self._sealed):
-            return
-        state = self._contents()
-        tensors = [content.tensor for content in state]
-        if self._steady is not None and self._steady.are_of(tensors):
-            now = self._steady.now()
-        elif self._labels == [content.label for content in state]:
-            now = Checksums(tensors).now()
-        else:
-            self._sealed = None  # state was taken away or added by hand
-            return
-        if now.device.type == "cpu" and torch.equal(now, self._sealed):
-            return  # elsewhere the answer would have to be waited for
-        changed = now.to(self._sealed.device) != self._sealed
-        if self._changed_at is None:
-            self._changed_at = torch.zeros_like(self._sealed)
-        is_first = changed & (self._changed_at == 0)
-        self._changed_at = torch.where(is_first, step, self._changed_at)
-
-    def settle(self, suspicions: dict[int, str]) -> None:
-        """Write down what has been noticed so far."""
-        if self._changed_at is not None:
-            for label, step in zip(self._labels, self._changed_at.tolist(), strict=True):
-                if step:
-                    param, _, key = label
-                    suspicions.setdefault(param, f"{key}, before step {step}")
-        self._changed_at = None

@@ -5,27 +5,50 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from onecopy.comm.group import RankGroup
 from onecopy.planning.text import name_ranks
+from onecopy.sharding.inner import InnerOptimizers
 
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 _VIEW_BYTES = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What this rank has to say of each parameter, in the order of the parameters."""
+class Evidence(NamedTuple):
+    """What this rank knows of each parameter, in the order of the parameters."""
 
     names: Sequence[str]
     fingerprints: torch.Tensor  # of the parameters: equal on all ranks
-    counters: Sequence[Sequence[str]]  # what its pieces here say of ``step`` and the like
-    suspicions: Sequence[str]  # what has changed of its state, or nothing
-    since: str = ""  # when the parameters were looked at, if not now
+    counters: Sequence[Sequence[str]]  # the numbers in the state of its shards here
+    changes: Sequence[str]  # what has changed of its state, or nothing
+    since: str = ""  # when the parameters were read, if not now
+
+    @classmethod
+    def of(
+        cls,
+        inner: InnerOptimizers,
+        names: Sequence[str],
+        fingerprints: torch.Tensor,
+        changes: Sequence[str],
+        since: str = "",
+    ) -> Evidence:
+        """With the counters of the state: an elementwise class keeps the same in all shards of a
+        parameter, since it cannot know which one it has."""
+        counters: list[list[str]] = [[] for _ in names]
+        for owned in inner.shards:
+            state = inner.state.get(owned.tensor, {})
+            numbers = [
+                f"{key} = {value.item() if isinstance(value, torch.Tensor) else value!r}"
+                for key, value in sorted(state.items(), key=lambda item: str(item[0]))
+                if isinstance(value, (bool, int, float))
+                or (isinstance(value, torch.Tensor) and not value.dim())
+            ]
+            if numbers:
+                counters[owned.shard.param].append(", ".join(numbers))
+        return cls(names, fingerprints, counters, changes, since)
 
 
 def require_equal_replicas(rank_group: RankGroup, mine: Evidence) -> None:
@@ -35,13 +58,13 @@ def require_equal_replicas(rank_group: RankGroup, mine: Evidence) -> None:
         return
     prints = mine.fingerprints.cpu()
     counters = [sorted(map(_number, said)) for said in mine.counters]
-    # Who has nothing to say of a parameter is neither below nor above the others.
+    # A rank without shards of a parameter is neither below nor above the others.
     low = [said[0] if said else _GREATEST for said in counters]
     high = [said[-1] if said else _LEAST for said in counters]
-    suspected = [int(bool(said)) for said in mine.suspicions]
+    changed = [int(bool(said)) for said in mine.changes]
     least, greatest = rank_group.extremes(
         torch.cat([prints, torch.tensor([*low, *[0] * count], device="cpu")]),
-        torch.cat([prints, torch.tensor([*high, *suspected], device="cpu")]),
+        torch.cat([prints, torch.tensor([*high, *changed], device="cpu")]),
     )
     wrong = (least < greatest).nonzero().flatten().tolist()
     if wrong:
@@ -68,7 +91,7 @@ def _complain(rank_group: RankGroup, mine: Evidence, wrong: Sequence[int]) -> No
             f"the parts of {name} have state that differs: {_listed(views)}{more}. Was state "
             "loaded or written on some ranks only, or has a bit in memory flipped?"
         )
-    views = _views(rank_group, mine.suspicions[index])
+    views = _views(rank_group, mine.changes[index])
     raise RuntimeError(
         f"the state of {name} has changed although no step was taken: {_listed(views)}{more}. Has "
         "a bit in memory flipped? If your code writes into the state, let it say so: "

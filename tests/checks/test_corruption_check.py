@@ -24,7 +24,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 import onecopy
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.sharding.fingerprints import CHUNK, Checksums, checksum, fingerprint
+from onecopy.checks.corruption_check import Checksums
+from onecopy.sharding.fingerprints import CHUNK, checksum, fingerprint
 
 SMALL = {"bucket_mb": 0.0002}  # some seven buckets of the 328 elements
 

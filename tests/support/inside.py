@@ -19,7 +19,7 @@ import torch
 
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
 from onecopy.checkpoint import load, metadata, save
-from onecopy.checks.corruption_check import CorruptionCheck
+from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
 from onecopy.comm import agreement, group, monitor, process_group, transfer
 from onecopy.comm.gloo import local_ranks
 from onecopy.comm.gloo.shared_memory import SharedMemory
@@ -185,14 +185,16 @@ def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> CorruptionCheck:
     """Of an optimizer that was built with ``check_every``."""
-    assert optimizer._corruption_check is not None
-    return optimizer._corruption_check
+    assert isinstance(optimizer._corruption, CorruptionCheck)
+    return optimizer._corruption
 
 
 def set_corruption_check(
     optimizer: ZeroRedundancyOptimizer, check: CorruptionCheck | None, every: int
 ) -> None:
-    optimizer._corruption_check, optimizer._check_every = check, every
+    optimizer._corruption, optimizer._check_every = check or NoCheck(), every
+    if check is not None:
+        check.every = every
 
 
 def count_steps(optimizer: ZeroRedundancyOptimizer, by: int) -> None:
