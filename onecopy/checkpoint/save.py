@@ -40,6 +40,7 @@ from onecopy.checkpoint.state import (
     Fragment,
     Path_,
     StateView,
+    collect,
     describe_names,
     leaves,
     names_without_state,
@@ -66,6 +67,7 @@ def save_checkpoint(
         def prepare() -> list[str]:
             nonlocal state_view
             state_view = make_portrait()
+            collect(state_view)  # refuses what could not be loaded
             tree.update(state_view.tree())
             require_name(directory)
             if rank_group.rank == 0:
