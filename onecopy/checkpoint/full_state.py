@@ -97,7 +97,7 @@ class Manifest(NamedTuple):
             state, skeleton = local.state_to_save(owned), None
             if state is not None:
                 name = f"parameter {owned.shard.param}"
-                skeleton = encode_state(state, tensors, name, owned.is_cut, "state dict")
+                skeleton = encode_state(state, tensors, name, owned.is_cut)
             tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
             tensors = [t if is_dense(t) else t.contiguous() for t in tensors]
             look = (skeleton, [Form.of(tensor) for tensor in tensors])

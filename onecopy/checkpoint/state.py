@@ -446,7 +446,6 @@ def encode_state(
     tensors: list[torch.Tensor],
     name: str,
     is_cut: bool,
-    form: str = "checkpoint",
 ) -> Any:
     """The skeleton of the state of a parameter, or the error why it cannot be saved."""
     for key, value in state.items() if is_cut else ():
@@ -456,18 +455,16 @@ def encode_state(
                 "parameter is cut over the ranks: they cannot be put together again. Use "
                 'partition="whole"'
             )
-    return _encode_plain(dict(state), tensors, f"the state of {name}", form)
+    return _encode_plain(dict(state), tensors, f"the state of {name}")
 
 
-def _encode_plain(
-    value: Any, tensors: list[torch.Tensor], what: str, form: str = "checkpoint"
-) -> Any:
+def _encode_plain(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
     try:
         return encode(value, tensors)
     except NotPlain as error:
         raise TypeError(
-            f"{what} holds {error}, which a {form} cannot carry: only tensors, numbers, strings, "
-            "None and containers of them"
+            f"{what} holds {error}, which a checkpoint cannot carry: only tensors, numbers, "
+            "strings, None and containers of them"
         ) from None
 
 

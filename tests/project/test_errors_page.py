@@ -39,7 +39,7 @@ NOT_FOR_USERS = (
     "nothing is relayed to rank …",  # who relays what follows from the hosts
     "expected every rank once, in order",  # what ranks tell of their hosts is put in order
     "it is no tensor",  # the same
-    "… has no box at … on this rank",  # DCP asks for the boxes that it was shown
+    "… has no chunk at … on this rank",  # DCP asks for the boxes that it was shown
     "… is not memory that was lent",  # the cause of "the memory of rank … is gone"
     "… could shrink while it is read",  # the same
     "that memory is too small to have been lent",  # the same
