@@ -18,39 +18,44 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Task:
-    """What a waiter does for another thread."""
+    """What a background thread does for another thread."""
 
-    def __init__(self, task: Callable[[], Any]) -> None:
-        self._task: Callable[[], Any] | None = task
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
         self._result: Any = None
         self._error: BaseException | None = None
-        self.lock = threading.Lock()
-        self.lock.acquire()
+        self._lock = threading.Lock()
+        self._lock.acquire()
 
     def run(self) -> None:
-        assert self._task is not None
+        assert self._work is not None
         try:
-            self._result = self._task()
+            self._result = self._work()
         except BaseException as error:
             self._error = error
         finally:
-            self._task = None  # nobody holds on to the memory that was sent
-            self.lock.release()
+            self._work = None  # nobody holds on to the memory that was sent
+            self._lock.release()
+
+    def is_running(self) -> bool:
+        return self._lock.locked()
+
+    def ends(self, seconds: float = -1) -> bool:
+        """Wait until it has ended, or a signal handler raises; False after so many seconds. Can be
+        repeated."""
+        with marking_interruptions():
+            has_ended = self._lock.acquire(timeout=seconds)
+        if has_ended:
+            self._lock.release()
+        return has_ended
 
     def wait(self) -> Any:
-        """What came of it, once it is done; or what a signal handler raises. Can be repeated."""
-        with marking_interruptions():
-            self.lock.acquire()
-        self.lock.release()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def outcome(self) -> Any:
+        """Wait for the result, or raise once what the task has raised."""
+        self.ends()
         error, self._error = self._error, None
         if error is None:
             return self._result
@@ -61,27 +66,26 @@ class Task:
 
 
 class BackgroundThread:
-    """A thread that waits, and ends with the process if nobody ends it before."""
+    """A thread that runs tasks in order, and ends with the process if nobody ends it before."""
 
     def __init__(self) -> None:
-        self._errands: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         threading.Thread(
-            target=_run_tasks, args=(self._errands,), name="onecopy-waiter", daemon=True
+            target=_run_tasks, args=(self._tasks,), name="onecopy-waiter", daemon=True
         ).start()
 
-    def send(self, task: Callable[[], Any]) -> Task:
-        """To be done after all that it was sent on before."""
-        errand = Task(task)
-        self._errands.put(errand)
-        return errand
+    def send(self, work: Callable[[], Any]) -> Task:
+        task = Task(work)
+        self._tasks.put(task)
+        return task
 
     @classmethod
     def of(cls, owner: object) -> BackgroundThread:
         """One that works for this object alone, and ends with it."""
-        waiter = cls()
-        _working.add(waiter)
-        weakref.finalize(owner, waiter._errands.put, None).atexit = False
-        return waiter
+        thread = cls()
+        _owned.add(thread)
+        weakref.finalize(owner, thread._tasks.put, None).atexit = False
+        return thread
 
     @classmethod
     def idle(cls) -> BackgroundThread:
@@ -91,13 +95,13 @@ class BackgroundThread:
             return cls()
 
 
-def _run_tasks(errands: queue.SimpleQueue[Task | None]) -> None:
-    while (errand := errands.get()) is not None:
-        errand.run()
-        del errand  # while it waits for the next, it holds nothing
+def _run_tasks(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # while it waits for the next, it holds nothing
 
 
-_working: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()  # those that have an owner
+_owned: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()  # those that have an owner
 _idle: list[BackgroundThread] = []  # one, unless a signal handler waits, too, or several threads do
 _abandoned: list[Sequence[Any]] = []
 
@@ -110,20 +114,19 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         wait_here(works)
         return
-    waiter = BackgroundThread.idle()
-    errand = waiter.send(functools.partial(wait_here, works))
+    thread = BackgroundThread.idle()
+    task = thread.send(functools.partial(wait_here, works))
     try:
-        with marking_interruptions():
-            errand.lock.acquire()
-    except BaseException:  # a signal: the thread still waits, and the next errand gets another one
+        task.ends()
+    except BaseException:  # a signal: the thread still waits, and the next task gets another one
         _abandoned.append(works)  # their end in that thread might be that of the process: as below
         raise
-    _idle.append(waiter)
-    errand.outcome()
+    _idle.append(thread)
+    task.wait()
 
 
 def wait_here(works: Sequence[Any]) -> None:
-    """A function of its own, so that the waiter holds none of them when the main thread goes on.
+    """A function of its own, so that the thread holds none of them when the main thread goes on.
 
     Why: the end of a work releases the interpreter for a moment. If the process ends in that
     moment, the thread cannot come back, and the process aborts.
@@ -160,10 +163,10 @@ class NoAnswer(RuntimeError):
     """The c10d store has not answered in time."""
 
 
-class _Question:
-    def __init__(self, store: Any, errand: Task) -> None:
-        self.store, self.errand = store, errand
-        self.is_late = False  # if it is open and not late, a signal has ended the wait
+class _Question(NamedTuple):
+    store: Any
+    task: Task
+    is_late: bool  # or a signal has ended the wait
 
 
 _open: list[_Question] = []  # nobody waits for the answer any more
@@ -178,18 +181,17 @@ def ask_store(store: Any, question: Callable[[], Any], patience: float) -> Any:
     """
     root = _root_of(store)
     if not any(each.is_late for each in _questions_to(root)):
-        waiter = BackgroundThread.idle()
-        asked = _Question(root, waiter.send(question))
+        thread = BackgroundThread.idle()
+        task = thread.send(question)
         try:
-            with marking_interruptions():
-                asked.is_late = not asked.errand.lock.acquire(timeout=patience)
+            has_answered = task.ends(patience)
         except BaseException:
-            _open.append(asked)
+            _open.append(_Question(root, task, is_late=False))
             raise
-        if not asked.is_late:
-            _idle.append(waiter)
-            return asked.errand.outcome()
-        _open.append(asked)
+        if has_answered:
+            _idle.append(thread)
+            return task.wait()
+        _open.append(_Question(root, task, is_late=True))
     raise NoAnswer("the store does not answer: the process that hosts it is lost or stopped")
 
 
@@ -200,7 +202,7 @@ def is_silent(store: Any) -> bool:
 
 
 def _questions_to(root: Any) -> list[_Question]:
-    _open[:] = [each for each in _open if each.errand.lock.locked()]
+    _open[:] = [each for each in _open if each.task.is_running()]
     return [each for each in _open if each.store is root]
 
 
@@ -221,10 +223,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def let_tasks_finish(seconds: float) -> None:
-    """Before a process ends: others may count on what its waiters have been sent on."""
+    """Before a process ends: others may count on what its threads have still to do."""
     until = time.monotonic() + seconds
-    for errand in [waiter.send(lambda: None) for waiter in list(_working)]:
-        errand.lock.acquire(timeout=max(0.0, until - time.monotonic()))
+    for task in [thread.send(lambda: None) for thread in list(_owned)]:
+        task.ends(max(0.0, until - time.monotonic()))
 
 
 _kept: set[int] = set()
