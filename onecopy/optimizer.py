@@ -1,8 +1,13 @@
-"""``ZeroRedundancyOptimizer``: wires planning, the local step, the gather and the state dict.
+"""``ZeroRedundancyOptimizer``: any optimizer class, with its state sharded over the ranks.
 
-One step, in drop-in mode (gradients are complete and averaged when ``step`` is called)::
+The class owns one object for each concern, none of which knows the optimizer: the ranks
+(``RankGroup``), the user's class on this rank's shards (``InnerOptimizers``), plan, memory and
+all-gathers (``ShardedParams``), reduced gradients (``Attachment``), uneven inputs
+(``JoinParticipant``), the consolidated state (``FullState``) and the checks. Read ``step``,
+``_step`` and ``_prepare_step`` first.
 
-    options in  ->  gradients to my pieces  ->  my optimizer steps  ->  options out  ->  gather
+Invariant: every method that communicates does so in the same order on all ranks. What one rank
+alone can refuse, it refuses before; everything else is refused by all ranks, in ``same_outcome``.
 """
 
 from __future__ import annotations
@@ -10,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import logging
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,8 +60,9 @@ from onecopy.checkpoint.state import (
     uninitialized,
 )
 from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
+from onecopy.checks.gradient_check import GradientCheck
 from onecopy.checks.replica_check import Evidence, require_equal_replicas
-from onecopy.comm.agreement import RanksDisagree, same_outcome
+from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.comm.stats import CommStats, Tracer
 from onecopy.gradients.attachment import Attachment, broadcast_module, require_attachable
@@ -72,7 +76,6 @@ from onecopy.gradients.join import (
     send_gradients,
 )
 from onecopy.gradients.norms import OPERATIONS
-from onecopy.planning.layout import in_layout_of, is_dense
 from onecopy.planning.param_groups import (
     MASTER,
     GroupPolicy,
@@ -87,10 +90,10 @@ from onecopy.planning.param_groups import (
     take_groups,
 )
 from onecopy.planning.plan import Plan
-from onecopy.planning.sizes import MemoryReport, plan_summary
+from onecopy.planning.sizes import MemoryReport, nbytes_of, plan_summary, state_bytes
 from onecopy.planning.text import plural, shown
-from onecopy.planning.traits import NOT_OPTIONS, options_of, tensors_in
-from onecopy.sharding.fingerprints import ODD, fingerprint
+from onecopy.planning.traits import NOT_OPTIONS, options_of
+from onecopy.sharding.fingerprints import fingerprint
 from onecopy.sharding.inner import (
     GradientsOf,
     InnerOptimizers,
@@ -109,68 +112,6 @@ from onecopy.torch_private import (
 )
 from onecopy.version import __version__
 
-
-def report_on(sharded_params: ShardedParams, attachment: Attachment | None) -> MemoryReport:
-    params = sharded_params.registry.params
-    staging = sharded_params.all_gathers.staged_bytes
-    gradients, ddp_buckets = _nbytes(p.grad for p in params if p.grad is not None), 0
-    if attachment is not None:
-        gradients += attachment.reducer.roadway.slot_bytes + attachment.reducer.accumulated_bytes
-        staging += attachment.reducer.roadway.staged_bytes
-        ddp_buckets = attachment.hooks.ddp_bytes
-    return MemoryReport(
-        parameters=_nbytes(params),
-        gradients=gradients,
-        state=_state_bytes(sharded_params),
-        master_copies=_nbytes(o.tensor for o in sharded_params.inner.shards if o.has_master),
-        staging=staging,
-        ddp_buckets=ddp_buckets,
-    )
-
-
-def _state_bytes(sharded_params: ShardedParams) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for state in sharded_params.inner.state.values():
-        entries: Mapping[Any, Any] = state if isinstance(state, Mapping) else {"other": state}
-        for key, value in entries.items():
-            found[str(key)] = found.get(str(key), 0) + _nbytes(tensors_in(value))
-    return {key: count for key, count in sorted(found.items()) if count}
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _gradient_of(param: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
-    """A gradient in words, and the tensors to take a fingerprint of, values first."""
-    grad = param.grad
-    if grad is None:
-        return "no gradient", []
-    if grad.layout is torch.strided:
-        laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
-        return "a gradient, fingerprint ", [laid_out]
-    if grad.layout is torch.sparse_coo:
-        rows = grad.coalesce()
-        return "a sparse gradient, fingerprint ", [
-            rows.values().contiguous(),
-            rows.indices().contiguous(),
-        ]
-    return f"a gradient in {grad.layout}", []
-
-
-def _level_of_user() -> int:
-    """The ``stacklevel`` with which the caller's warning names the line of the user that led to
-    it: a step may be called through profiler hooks, schedulers and scalers of torch."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and _is_library(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in ("onecopy", "torch")
-
-
 logger = logging.getLogger("onecopy")
 
 # Methods of an optimizer class that move the parameters themselves, as schedule-free ones do.
@@ -178,36 +119,53 @@ _MOVES_PARAMETERS = ("train", "eval")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Any optimizer, with its state cut over the ranks: one copy in the whole job.
+    """Shard the state of an optimizer over the ranks of a process group.
 
-    A drop-in for the class of the same name in ``torch.distributed.optim``::
+    Each rank holds the state of its shard of the parameters, updates that shard, and receives the
+    rest from the other ranks. It is a drop-in replacement of the class of the same name in
+    ``torch.distributed.optim``.
+
+    Parameters and state equal those of the unsharded optimizer bit for bit if the class updates
+    elements independently of each other, as SGD and Adam do. A class that needs whole tensors, as
+    Muon and Adafactor do, updates each tensor on one rank.
+
+    The constructor is collective: all ranks of the group call it with equal arguments.
+
+    Args:
+        params (iterable): parameters, ``(name, parameter)`` pairs, or dicts of parameter groups, as
+            ``torch.optim`` accepts them. A group may have an ``"optimizer_class"`` and a
+            ``"partition"`` of its own.
+        optimizer_class (type[Optimizer]): the subclass of ``torch.optim.Optimizer`` to run.
+        process_group (ProcessGroup, optional): the ranks to shard over. Default: all ranks.
+        parameters_as_bucket_view (bool): move the parameters into flat storage, so that they are
+            all-gathered without copies. Their strides do not change. Default: ``False``.
+        overlap_with_ddp (bool): update inside backward, from a DDP communication hook made by
+            :func:`onecopy.hook_with_zero_step`. :meth:`step` then does nothing. Default: ``False``.
+        partition (str): how tensors may be cut: ``"elementwise"`` anywhere, ``"whole"`` not at
+            all, ``"auto"`` as the class allows. Default: ``"auto"``.
+        bucket_mb (float, optional): MiB of parameters in one all-gather. Default: 25, and less for
+            small models.
+        master_dtype (torch.dtype, optional): keep a master copy in this dtype, usually
+            ``torch.float32``, of every parameter of a narrower dtype, and update that copy. Master
+            copies are sharded, and part of the state. Parameters are all-gathered in their own
+            dtype.
+        check_every (int, optional): take checksums of parameters and state at every step, and
+            compare them over the ranks every so many steps. Default: no check.
+        **defaults: options of ``optimizer_class``.
+
+    Raises:
+        ValueError, TypeError: on all ranks, if the arguments are wrong on any rank, or not the same
+            on all.
+
+    Example::
 
         model = DistributedDataParallel(Net())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
-
-    Each rank keeps the state of its share of the parameters, updates that share, and receives the
-    rest from the other ranks. Results are those of the unsharded optimizer, bit for bit, for every
-    class that updates elements one by one (SGD, Adam, ...); classes that need whole tensors (Muon,
-    Adafactor) have each tensor on one rank.
-
-    Args:
-        params: what ``torch.optim`` accepts: parameters, (name, parameter) pairs, or group dicts.
-            A group may bring an ``"optimizer_class"`` and a ``"partition"`` of its own.
-        optimizer_class: the class to run, any subclass of ``torch.optim.Optimizer``.
-        process_group: the ranks to shard over; by default all.
-        parameters_as_bucket_view: give the parameters flat storage, so that gathering them needs
-            no copies. Their strides stay as they are.
-        overlap_with_ddp: step inside backward, from a DDP communication hook made by
-            ``onecopy.hook_with_zero_step``. ``step()`` then does nothing.
-        partition: ``"auto"`` (by what the class needs), ``"elementwise"`` or ``"whole"``.
-        bucket_mb: how much is gathered at once, in MiB; by default 25, and less for small models.
-        master_dtype: keep a copy in this dtype, float32 as a rule, of every parameter of a narrower
-            one, and update that. The copies are sharded, and part of the state; parameters are
-            gathered in their own dtype.
-        check_every: look for bits that change between steps, in the parameters and in the state,
-            and tell all ranks of it every so many steps; compare what the ranks hold then, too.
-        **defaults: options of ``optimizer_class``.
+        model(batch).sum().backward()
+        optimizer.step()
     """
+
+    # ------------------------------------------------------------------ construction
 
     def __init__(
         self,
@@ -238,11 +196,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
         self._check_every = check_every
+        self._corruption = NoCheck()
+        if isinstance(check_every, int) and check_every:  # else refused later, on all ranks
+            self._corruption = CorruptionCheck(check_every)
+        self._gradient_check = GradientCheck()
         self._check_steps = False
-        self._has_compared_gradients = False
-        # Whether it is a number is checked later, on all ranks together.
-        is_checked = isinstance(check_every, int) and bool(check_every)
-        self._corruption = CorruptionCheck(check_every or 0) if is_checked else NoCheck()
         self._steps = 0
         settings = Settings(
             partition,
@@ -295,20 +253,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             logger.info(plan_summary(self._params.plan, classes))
         self.initialized = True
 
-    # ------------------------------------------------------------------ what it holds
-
-    @property  # type: ignore[override]
-    def state(self) -> OwnedState:
-        """The state of what this rank owns."""
-        return self._inner.state
-
-    @state.setter
-    def state(self, value: Mapping[torch.Tensor, Any]) -> None:
-        if "_inner" in self.__dict__:  # the base class's constructor sets an empty one before
-            self._inner.replace_state(value)
-            self._corruption.state_changed()
-            self._full_state.forget("the state was replaced after the last consolidation")
-
     def _description(self) -> list[str]:
         """What all ranks must hold alike."""
         return [
@@ -319,25 +263,48 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             *self._params.description(self.param_groups),
         ]
 
+    def _require_usable(self) -> None:
+        """Raise if a step was torn or the process group has failed, with what helps."""
+        self._params.status.require_whole()
+        self._rank_group.monitor.require_working()
+
+    def _enter(self, what: str) -> None:
+        """Begin what all ranks do together."""
+        self._require_usable()
+        self._rank_group.enter(what)
+
     # ------------------------------------------------------------------ step
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters on all ranks. Keywords go to the optimizer class's ``step``.
+        """Update the parameters on all ranks. Collective.
 
-        A closure is run once, on every rank; its result, this rank's loss, is returned.
+        Args:
+            closure (Callable, optional): computes the gradients and returns the loss. It is called
+                once, on every rank.
+            **kwargs: arguments for the ``step`` of the optimizer class.
+
+        Returns:
+            The closure's loss on this rank, or what the optimizer class returns. ``None`` with
+            ``overlap_with_ddp=True``: the update has happened in backward.
+
+        Raises:
+            RuntimeError: if a gradient is not averaged or cannot be cut, on the rank that has it,
+                which can call ``step`` again; and if the update fails, after which a checkpoint
+                has to be loaded.
         """
         if self._overlaps_with_ddp:
             return None
         self._require_usable()
         with self._rank_group.monitor.noting_errors(f"the closure of step {self._steps + 1}"):
-            replay = RunClosure(closure) if callable(closure) else closure
+            has_run = RunClosure(closure) if callable(closure) else closure
         if self._attachment is not None:
             self._attachment.finish_raised()
-        if not self._check_steps:  # else all ranks are told of it
-            # Before anything is done together: so that this rank can call it again.
+        # This rank can call step() again if it raises before anything is done together. With
+        # ONECOPY_CHECK=step all ranks are told.
+        if not self._check_steps:
             with self._rank_group.monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
-        return self._step(replay, kwargs, self._join.announce(Turn.STEP))
+        return self._step(has_run, kwargs, self._join.announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
         """Called by a DDP communication hook when all gradients have arrived."""
@@ -345,68 +312,77 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._step(None, {}, self._join.announce(Turn.STEP))
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None) -> Any:
-        with self._in_next_step():
-            if self._attachment is not None:
-                self._attachment.judge()
-            self.wait()
-            self._follow_changes(join_round)
-            self._corruption.before_step(self._steps, self._params, self._compare_replicas)
-            self._inner.masters.follow_params()
-            if self._check_steps:
-                self._compare_step(closure, kwargs, join_round)
-            self._compare_gradients()
-            gradients = self._gradients(join_round)
+        """Prepare, and then for each bucket: reduce, update, gather."""
+        with self._next_step():
+            gradients = self._prepare_step(closure, kwargs, join_round)
             self._inner.options_in(self.param_groups)
             self._full_state.forget("the optimizer has stepped since the last consolidation")
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
-                update = Update(
-                    self._inner, closure, kwargs, gradients, self._params.status.changes
-                )
+                changing = self._params.status.changes
+                update = Update(self._inner, closure, kwargs, gradients, changing)
                 order = self._params.begin_sending()
                 if update.steps_at_once:
                     self._corruption.read_all()
                     update.update_at_once(order)
                 for bucket in order:
                     with self._corruption.watch(bucket):
-                        update.update_bucket(bucket)
-                    self._params.all_gather(bucket)
+                        update.update_bucket(bucket)  # attached: waits for the bucket's gradients
+                    self._params.all_gather(bucket)  # in flight while the next bucket is updated
                     self._params.status.updated()
-                self._params.finish_step()
+                self._params.finish_step()  # waits for the all-gathers, unless they are lazy
             self._inner.options_out(self.param_groups)
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
         with self._rank_group.monitor.noting_errors():
             if self._join.is_active:
-                self.wait()  # DDP may send its parameters around when the context ends
+                self.wait()  # DDP may broadcast its parameters when the context ends
         self._rank_group.monitor.note(f"step {self._steps} finished")
         if self._tracing is not None:
             self._tracing.step_finished(self._steps)
         return update.result
 
     @contextlib.contextmanager
-    def _in_next_step(self) -> Iterator[None]:
+    def _next_step(self) -> Iterator[None]:
         """Count a step, unless it raises before it has changed anything."""
         self._steps += 1
         where = f"in step {self._steps}{self._mode}"
+        monitor, status = self._rank_group.monitor, self._params.status
         try:
             self._rank_group.enter(where)
-            with self._params.status.stepping(self._steps, len(self._params.plan.buckets)):
+            with status.stepping(self._steps, len(self._params.plan.buckets)):
                 yield
         except BaseException as error:
             # The other ranks may wait for this one's parameters: tell them why they wait.
-            refusal = self._params.status.refusal
-            if refusal is not None:
-                self._rank_group.monitor.note(refusal, same_place=True, is_error=True)
+            if status.refusal is not None:
+                monitor.note(status.refusal, same_place=True, is_error=True)
                 self._corruption.step_failed()
             else:
-                self._rank_group.monitor.take_back(
-                    f"{where} raised {type(error).__name__}: {error}"
-                )
+                monitor.take_back(f"{where} raised {type(error).__name__}: {error}")
                 self._steps -= 1
             raise
 
-    def _gradients(self, join_round: JoinRound | None) -> GradientsOf:
-        """Where this step finds the gradients of the pieces in a bucket."""
+    def _prepare_step(
+        self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
+    ) -> GradientsOf:
+        """Do everything that can be refused, in the same order on all ranks; the gradients."""
+        if self._attachment is not None:
+            self._attachment.judge()
+        self.wait()
+        self._follow_changes(join_round)
+        # Before master copies follow, which is no corruption.
+        self._corruption.before_step(self._steps, self._params, self._compare_replicas)
+        self._inner.masters.follow_params()
+        if self._check_steps:
+            self._compare_step(closure, kwargs, join_round)
+        if not (
+            self.world_size == 1
+            or self._attachment is not None
+            or self._overlaps_with_ddp
+            or self._join.is_active  # joined ranks have no gradients
+        ):
+            self._gradient_check.compare(
+                self._rank_group, self._params, self._steps, strict=self._check_steps
+            )
         if self._attachment is not None:
             return self._attachment.gradients()
         if join_round is not None:
@@ -418,7 +394,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._require_usable_gradients()  # once more, of what was unfrozen just now
         return of_the_parameters
 
+    @property
+    def _mode(self) -> str:
+        if self._attachment is None:
+            return ""
+        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
+
+    def _compare_replicas(
+        self, fingerprints: torch.Tensor, since: str, changes: Sequence[str]
+    ) -> None:
+        """Compare what the corruption check has found, with ``check_every``. Collective."""
+        self._rank_group.monitor.add_to_note("comparing replicas")
+        same_outcome(self._rank_group, "comparing the ranks", self._description)
+        names = self._params.registry.names
+        evidence = Evidence.of(self._inner, names, fingerprints, changes, since)
+        require_equal_replicas(self._rank_group, evidence)
+
+    def _compare_step(
+        self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
+    ) -> None:
+        """Compare what all ranks must hold alike now, with ``ONECOPY_CHECK=step``. Collective."""
+        lines = self._description()
+        if join_round is None:  # a rank that has joined borrows its gradients
+            lines += [
+                f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
+                *self._params.registry.readiness(with_gradients=self._attachment is None),
+            ]
+        same_outcome(self._rank_group, f"comparing step {self._steps}", lambda: lines)
+
     def _require_usable_gradients(self) -> None:
+        """Raise if a gradient is not averaged, or cannot be cut as its parameter is."""
         if self._attachment is not None:
             self._attachment.require_averaged()
             return
@@ -433,121 +438,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f'"partition": "whole", or pass partition="whole"'
                 )
 
-    # ------------------------------------------------------------------ as torch's class has it
-
-    @property
-    def optim(self) -> Any:
-        """The optimizer on this rank's pieces; with several classes, all of them as one."""
-        inners = self._inner.inners
-        return inners[0].optimizer if len(inners) == 1 else self._inner
-
-    def __getattr__(self, name: str) -> Any:
-        """What only the wrapped class has: its attributes, and ``train`` and ``eval``."""
-        inner = self.__dict__.get("_inner")
-        if inner is not None and name == ASKED_BY_GRAD_SCALER:
-            self._require_usable_scaler()
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        having = [each.optimizer for each in inner.inners if hasattr(each.optimizer, name)]
-        if not having:
-            raise AttributeError(
-                f"neither {type(self).__name__} nor {self._optimizer_class.__name__} has an "
-                f"attribute {name!r}"
-            )
-        if name in _MOVES_PARAMETERS:
-            return functools.partial(self._move_parameters, name, having)
-        value = getattr(having[0], name)
-        if callable(value):
-            raise AttributeError(
-                f"{name} is a method of {self._optimizer_class.__name__} on this rank's pieces "
-                f"only. If that is what you want, call optimizer.optim.{name}"
-            )
-        return value
-
-    def _move_parameters(
-        self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
-    ) -> None:
-        self._require_usable()
-        self._rank_group.enter(f"in {name}()")
-        self.wait()
-        self._follow_changes()
-        self._inner.masters.follow_params()
-        self._full_state.forget(f"{name}() was called after the last consolidation")
-        self._inner.options_in(self.param_groups)
-        for optimizer in optimizers:
-            getattr(optimizer, name)(*args, **kwargs)
-        self._inner.options_out(self.param_groups)
-        self._corruption.state_changed()
-        self._params.send_all()
-
-    # ------------------------------------------------------------------ copying
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
-        """A working optimizer on copies of the parameters, in the same process group."""
-        if self._attachment is not None:
-            raise RuntimeError("an attached optimizer cannot be copied: call detach() first")
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        memo[id(self.process_group)] = self.process_group
-        # Hooks are left behind, as torch does, and so is the `step` that a scheduler has wrapped.
-        left = {"step", "_inner", "_params", "_full_state", "_tracing", "_join"}
-        for key, value in self.__dict__.items():
-            if key not in left and not is_table_of_hooks(key):
-                new.__dict__[key] = copy.deepcopy(value, memo)
-        new._inner, registry = copy.deepcopy((self._inner, self._params.registry), memo)
-        new._params = self._params.copied(new._inner, registry)
-        new._full_state = FullState("this optimizer is a copy that was not consolidated")
-        new._tracing = None
-        new._join = JoinParticipant(new, new._rank_group)
-        Optimizer.__setstate__(new, {})
-        return new
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled: this rank holds only its share of the "
-            "state, and a process group. Save consolidate_state_dict() + state_dict() instead"
-        )
-
-    @property
-    def _all_params(self) -> list[torch.Tensor]:
-        """All parameters, in the order of their groups."""
-        return self._params.registry.params
-
-    # ------------------------------------------------------------------ parts
-
-    def _drop_gradients(self) -> None:
-        """Those of which this rank holds a part; others are the user's."""
-        if self._attachment is not None:
-            self._attachment.drop()
-
-    def _require_usable(self) -> None:
-        """Raise if nothing good can come of going on, with the reason and the way back."""
-        self._params.status.require_whole()
-        self._rank_group.monitor.require_working()
-
-    def _bring_level(self) -> None:
-        """Before state is loaded: do what is left of a step that failed, since other ranks may be
-        further. Its gradients are dropped."""
-        if self._params.status.refusal is not None and self._rank_group.monitor.refusal is None:
-            self._params.send_remaining()
-            self.wait()
-            self._drop_gradients()
-
-    def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
-        return self._policies.with_options(
-            self._params.registry.policies, self.param_groups, options
-        )
-
-    # ------------------------------------------------------------------ growth
+    # ------------------------------------------------------------------ parameter groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, on all ranks. No existing piece moves; a state dict consolidated before is
-        dropped. If it is refused, on any rank, nothing has changed."""
+        """Add a parameter group, on all ranks. Collective.
+
+        No existing shard moves. A state dict that was consolidated before is dropped.
+
+        Args:
+            param_group (dict): ``"params"`` and, optionally, options of the optimizer class,
+                ``"optimizer_class"`` and ``"partition"``.
+
+        Raises:
+            ValueError, TypeError: on all ranks, if the group is refused on any rank; nothing has
+                changed then.
+        """
         if not self.initialized:  # the base class's constructor adds the groups one by one
             Optimizer.add_param_group(self, param_group)
             return
-        self._require_usable()
-        self._rank_group.enter("adding a parameter group")
+        self._enter("adding a parameter group")
         before, known = len(self.param_groups), len(self._params.registry.entries)
 
         def prepare() -> list[str]:
@@ -592,20 +501,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.defaults = defaults
 
     def _follow_changes(self, join_round: JoinRound | None = None) -> None:
-        """What happened to the parameters since the last step: unfrozen, or given new memory."""
+        """Take over what happened to the parameters since the last step: they were unfrozen, given
+        other memory, or state was loaded that is not compared yet. Collective if there is any."""
         self._params.require_untouched(self.param_groups)
         self._follow_flags()
         unfrozen = self._params.unfrozen()
         if join_round is not None:
             unfrozen = follow_source(self._rank_group, join_round, self.param_groups, unfrozen)
         if unfrozen or not self._params.is_confirmed:
-            self._take_in(unfrozen)
+            self._plan_unfrozen(unfrozen)
         self._params.follow_memory()
         if self._attachment is not None:
             self._attachment.catch_up()
 
     def _follow_flags(self) -> None:
-        """Refuse switches that were flipped by hand and that the plan is not made for."""
+        """Refuse flags of groups, as ``fused``, that were changed and that the plan forbids."""
         present = self._params.registry.policies
         if self._policies.flags_changed(present, self.param_groups):
             policies = self._policies_with(self.param_groups)
@@ -614,8 +524,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._params.registry.require_plan_fits(policies)
             self._policies.remember_flags(present, self.param_groups)
 
-    def _take_in(self, unfrozen: Sequence[int]) -> None:
-        """Extend the plan by what was unfrozen, and see that all ranks hold the same."""
+    def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
+        return self._policies.with_options(
+            self._params.registry.policies, self.param_groups, options
+        )
+
+    def _plan_unfrozen(self, unfrozen: Sequence[int]) -> None:
+        """Extend the plan by what was unfrozen, and compare the plans and what was loaded."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
         self._rank_group.monitor.add_to_note(what)
 
@@ -637,26 +552,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         reduce_dtype: torch.dtype | None = None,
         lazy_gather: bool = False,
     ) -> None:
-        """Shard the gradients of the module, too: from now on they are averaged over the ranks
-        while backward runs, and each rank keeps those of its pieces only. Collective.
+        """Shard the gradients of a module, too. Collective.
 
-        The communication of a step is then that of plain DDP. ``param.grad`` is None after
-        backward: use :meth:`clip_grad_norm_`, :meth:`grad_norm`, :meth:`full_grad` and
-        ``onecopy.GradScaler``. ``torch.nn.utils.clip_grad_norm_`` would see no gradients.
+        From now on gradients are averaged over the ranks while backward runs, and each rank keeps
+        those of its own shards. A step then communicates as much as plain DDP. ``param.grad`` is
+        ``None`` after backward: use :meth:`clip_grad_norm_`, :meth:`grad_norm`, :meth:`full_grad`
+        and :class:`onecopy.GradScaler`; ``torch.nn.utils.clip_grad_norm_`` sees no gradients.
 
         Args:
-            module: a ``DistributedDataParallel``, whose buckets are then reduced by this
-                optimizer, or a bare module with all parameters of this optimizer. Parameters and
-                buffers of a bare module are first sent from rank 0 to all others.
-            reduce_dtype: what each rank's gradient is rounded to and sent in; by default its own
-                dtype. Sums are taken in the wider of it and the dtype in which gradients are held.
-            lazy_gather: return from ``step`` while the updated parameters are still on their way.
-                Forwards of the module and its parts wait for what they use, and so do
-                ``state_dict`` and all methods of this optimizer; call :meth:`wait` before you read
-                parameters in any other way.
+            module (Module): a ``DistributedDataParallel``, whose buckets this optimizer then
+                reduces, or a bare module with all parameters of this optimizer. Parameters and
+                buffers of a bare module are first broadcast from rank 0.
+            reduce_dtype (torch.dtype, optional): the dtype in which each rank sends its gradients.
+                They are summed in the wider of it and the dtype in which they are held. Default:
+                the dtype of each gradient.
+            lazy_gather (bool): return from :meth:`step` before the updated parameters have arrived.
+                Forwards of the module and of its children wait for the parameters that they use;
+                ``state_dict`` and all methods of this optimizer wait for all. Call :meth:`wait`
+                before you read parameters in any other way. Default: ``False``.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: on all ranks, if the module is refused on any rank,
+                or a rank has too little memory; the optimizer is not attached then.
         """
-        self._require_usable()
-        self._rank_group.enter("attaching")
+        self._enter("attaching")
 
         def prepare() -> list[str]:
             if self._overlaps_with_ddp:
@@ -709,7 +628,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
 
     def detach(self) -> None:
-        """Undo :meth:`attach`. Gradients that were not used are dropped."""
+        """Undo :meth:`attach`. Gradients that no step has used are dropped.
+
+        Raises:
+            RuntimeError: if the optimizer is not attached.
+        """
         if self._attachment is None:
             raise RuntimeError("the optimizer is not attached")
         try:
@@ -719,13 +642,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._rank_group.monitor.add_to_note("then detached")
 
     def wait(self) -> None:
-        """Until the parameters that the last step updated are here (see ``lazy_gather``)."""
+        """Wait until the parameters that the last step updated have arrived.
+
+        Only needed with ``lazy_gather=True`` (see :meth:`attach`).
+        """
         self._params.all_gathers.wait()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards in this context accumulate the gradients of this rank; the first one after it
-        averages them all. As DDP's, but where a parameter has a master copy they are accumulated in
-        its dtype, and ``param.grad`` is None."""
+        """Return a context in which backwards accumulate this rank's gradients, as DDP's does.
+
+        The first backward after it averages them all. Gradients of parameters with master copies
+        are accumulated in the dtype of those, and ``param.grad`` is ``None``.
+
+        Raises:
+            RuntimeError: if the optimizer is not attached.
+        """
         if self._attachment is None:
             raise RuntimeError("no_sync() is for attached mode: call attach(module) first")
         return self._attachment.hooks.no_sync()
@@ -737,9 +668,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; its value
-        before, the same on all ranks. Collective in attached mode, where ``foreach`` chooses
-        nothing: gradients are always clipped together."""
+        """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Collective in attached mode.
+
+        Args:
+            max_norm (float): the maximum of the norm.
+            norm_type (float): the type of the norm, as ``inf``. Default: 2.
+            error_if_nonfinite (bool): raise if the norm is not finite. Default: ``False``.
+            foreach (bool, optional): without effect in attached mode.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        Raises:
+            RuntimeError: with ``overlap_with_ddp=True``, which has used the gradients already; or
+                with ``error_if_nonfinite``.
+        """
         if self._overlaps_with_ddp:
             raise RuntimeError(
                 "with overlap_with_ddp=True the update has happened when backward() returns: it is "
@@ -757,7 +702,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return norm
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of all gradients. Collective in attached mode."""
+        """Return the norm of all gradients. Collective in attached mode.
+
+        Args:
+            norm_type (float): the type of the norm, as ``inf``. Default: 2.
+        """
         norm_type = as_number("norm_type", norm_type)
         if self._attachment is None:
             gradients = [p.grad for p in self._params.registry.params if p.grad is not None]
@@ -766,8 +715,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return norm
 
     def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The averaged gradient of a parameter, on all ranks. Collective in attached mode, where
-        its dtype is that in which gradients are summed: with master copies, theirs."""
+        """Return the averaged gradient of a parameter, or ``None``. Collective in attached mode.
+
+        Args:
+            param (Tensor): a parameter of this optimizer.
+
+        Returns:
+            ``param.grad``. In attached mode a copy of the whole gradient, on all ranks, in the
+            dtype of the master copy if the parameter has one.
+        """
         index = next((i for i, p in enumerate(self._params.registry.params) if p is param), None)
         if index is None:
             raise ValueError("full_grad(p): p is not a parameter of this optimizer")
@@ -777,11 +733,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return full
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters."""
+        """Drop the gradients of all parameters.
+
+        Args:
+            set_to_none (bool): set ``param.grad`` to ``None`` instead of zero. Default: ``True``.
+        """
         super().zero_grad(set_to_none)
         if self._attachment is not None:
             self._attachment.zero_grad()
         self._params.modules.forgive_backward()  # what the attachment could not mend
+
+    def _drop_gradients(self) -> None:
+        """Drop the reduced gradients. ``param.grad`` is the user's."""
+        if self._attachment is not None:
+            self._attachment.drop()
 
     def _inspect_gradients(self, name: str, *args: Any) -> Any:
         """Call a function of ``gradients/norms.py`` on all ranks, in attached mode. Inside ``Join``
@@ -829,8 +794,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``torch.distributed.algorithms.Join``. With ``divide_by_initial_world_size=False``
-        an attached optimizer averages over the ranks that still have inputs, as DDP does."""
+        """Return the hook for ``torch.distributed.algorithms.Join``.
+
+        Args:
+            **kwargs: of these only ``divide_by_initial_world_size`` is used: if it is ``False``,
+                an attached optimizer averages over the ranks that have inputs left, as DDP does.
+        """
         if self._attachment is not None:
             self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         # With overlap_with_ddp, joined ranks step when DDP has finished: see hook_with_zero_step.
@@ -839,10 +808,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
+        """The device on which ``Join`` communicates."""
         return self._params.registry.params[0].device
 
     @property
     def join_process_group(self) -> Any:
+        """The process group in which ``Join`` communicates."""
         return self.process_group
 
     def _run_joined(self) -> None:
@@ -850,7 +821,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._join.follow(self._take_turn)
 
     def _take_turn(self, join_round: JoinRound) -> None:
-        """In the order of what the others do."""
+        """What the other ranks do in this turn, in the same order."""
         attachment = self._attachment
         if join_round.turn is Turn.STEP:
             self._step(None, {}, join_round)
@@ -869,14 +840,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             name, *args = broadcast_plain(self._rank_group, join_round, ())
             OPERATIONS[name](attachment.averaged_gradients(), *args)
 
-    # ------------------------------------------------------------------ state and checkpoints
-
-    # ------------------------------------------------------------------ the full state dict
+    # ------------------------------------------------------------------ full state dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the full state to rank ``to`` of the group, where ``state_dict`` then returns it.
+        """Gather the full state to one rank, where :meth:`state_dict` then returns it. Collective.
 
-        Collective. The result is a copy on the CPU; it is dropped at the next step.
+        The result is a copy on the CPU. It is dropped at the next step.
+
+        Args:
+            to (int): the rank, as a number in the process group. Default: 0.
         """
         self._require_usable()
         self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
@@ -884,11 +856,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._full_state.gather(self._rank_group, self._params, self.param_groups, self._steps, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state, as the unsharded optimizer class writes it.
+        """Return the full state, as the unsharded optimizer class returns it. Not collective.
 
-        ``consolidate_state_dict(to)`` must have gathered it to this rank since the last step.
-        Before the first step there is nothing to gather, unless the class makes state when it is
-        built. A new optimizer may load a state dict without state, or gain a group, before.
+        :meth:`consolidate_state_dict` must have gathered it to this rank since the last step.
+        Before the first step that is not needed, unless the class makes state when it is built.
+
+        Raises:
+            RuntimeError: if the state was not gathered to this rank, or has changed since.
         """
         before, after = state_dict_hooks(self)
         for pre_hook in before.values():
@@ -900,10 +874,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a full state dict: ours at any world size, the plain class's,
-        or torch's own sharded class's. To be called on all ranks; the dict is not changed.
+        """Load a full state dict, of which this rank keeps its shards. To be called on all ranks.
 
-        A dict that does not fit is refused before anything is changed.
+        The dict may come from :meth:`state_dict` at any world size, from the unsharded optimizer
+        class, or from torch's class of the same name. It is not changed. The ranks do not
+        communicate: whether all have loaded the same is compared in the next step.
+
+        Args:
+            state_dict (dict): the state and the options of all groups.
+
+        Raises:
+            ValueError, TypeError: if the dict does not fit; nothing has changed then.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -912,7 +893,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for pre_hook in before.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._bring_level()
+        self._send_rest_of_torn_step()
         loadable = check_state_dict(state_dict, self.param_groups, self._params.registry.cuttable())
         self._adopt(loadable)
         if self.world_size > 1:
@@ -971,29 +952,48 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 MASTER,
             )
 
+    def _prepare_to_save(self, what: str) -> None:
+        """Refuse corrupted state, and bring plan and master copies up to date."""
+        self._enter(what)
+        self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
+        self._follow_changes()
+        self._bring_masters_up_to_date()
+
     def _bring_masters_up_to_date(self) -> None:
-        """Before they are saved: the parameters are here, and what was written into them counts."""
+        """Let master copies follow what was written into the parameters since the last step."""
         self.wait()
         if self._inner.masters.follow_writes():
             self._corruption.state_changed()
+
+    def _send_rest_of_torn_step(self) -> None:
+        """Before state is loaded: send the buckets that a torn step has not sent, since other ranks
+        may wait for them, and drop its gradients."""
+        if self._params.status.refusal is not None and self._rank_group.monitor.refusal is None:
+            self._params.send_remaining()
+            self.wait()
+            self._drop_gradients()
 
     # ------------------------------------------------------------------ sharded checkpoints
 
     def sharded(
         self, module: torch.nn.Module | None = None, *, flatten_optimizer_state_dict: bool = False
     ) -> ShardedState:
-        """This rank's share of the state, for ``torch.distributed.checkpoint``, on all ranks::
-
-            dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
-            dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+        """Return this rank's shards of the state, for ``torch.distributed.checkpoint``.
 
         The checkpoint holds the state of the unsharded optimizer, under the names and keys that
         torch's ``get_optimizer_state_dict`` gives, whatever the number of ranks.
 
         Args:
-            module: gives the parameters their names. Not needed if the optimizer was built from
-                ``named_parameters()``; with neither, parameters are known by their position.
-            flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
+            module (Module, optional): gives the parameters their names. Not needed if the optimizer
+                was built from ``named_parameters()``. With neither, parameters are named by their
+                position.
+            flatten_optimizer_state_dict (bool): as in torch's ``StateDictOptions``. Default:
+                ``False``.
+
+        Example::
+
+            dcp.save({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
+            dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
         """
         return ShardedState(
             lambda: self._shown(module),
@@ -1009,18 +1009,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         flatten_optimizer_state_dict: bool = False,
     ) -> None:
-        """Write a sharded checkpoint of the state into the directory ``path``. Collective.
+        """Write a sharded checkpoint of the state into a directory. Collective.
 
-        Every rank writes its own share. A checkpoint that is there already is replaced in one
-        instant: whenever a process dies, the directory holds the old one or the new one. What
-        torch's ``dcp.load`` reads from it lies under the key ``"optim"``. The arguments are those
-        of :meth:`sharded`.
+        Each rank writes its own shards. A checkpoint that is there already is replaced atomically:
+        whenever a process dies, the directory holds the old one or the new one. ``dcp.load`` finds
+        the state under the key ``"optim"``.
+
+        Args:
+            path (str or PathLike): the directory, the same on all ranks.
+            module (Module, optional): as in :meth:`sharded`.
+            flatten_optimizer_state_dict (bool): as in :meth:`sharded`. Default: ``False``.
         """
-        self._require_usable()
-        self._rank_group.enter(f"saving to {path}")
-        self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
-        self._follow_changes()
-        self._bring_masters_up_to_date()
+        self._prepare_to_save(f"saving to {path}")
         save_checkpoint(
             self._rank_group,
             lambda: self._state_view(module),
@@ -1036,22 +1036,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         key: str | None = None,
     ) -> LoadReport:
-        """Read the state from a checkpoint directory, this rank's share only. Collective.
+        """Load the state from a checkpoint directory. Each rank reads its own shards. Collective.
 
-        The checkpoint may be of any job: ours, of the unsharded class, or of FSDP2, saved by
-        :meth:`save` or by ``dcp.save``. No code in it is run. What does not fit raises
-        ``ValueError`` on all ranks, with lists of what is missing, unexpected or of another shape,
-        and nothing has changed; with ``strict=False`` what fits is loaded and the lists returned.
+        The checkpoint may come from :meth:`save` or ``dcp.save``, at any world size: of this class,
+        of the unsharded class, or of FSDP2. No code in it is run.
+
         Parameters must be grouped as in the checkpoint, because options belong to groups; the order
-        of groups does not matter. With ``strict=False`` groups that differ keep their options.
-        Master copies that the checkpoint lacks are made from the parameters, and the report names
-        them as ``rebuilt``.
+        of the groups does not matter. Master copies that the checkpoint lacks are made from the
+        parameters.
 
         Args:
-            path: the directory.
-            module: gives the parameters their names, see :meth:`sharded`.
-            strict: refuse a checkpoint that does not fit exactly.
-            key: where in the checkpoint the state is, if it holds that of several optimizers.
+            path (str or PathLike): the directory, the same on all ranks.
+            module (Module, optional): gives the parameters their names, as in :meth:`sharded`.
+            strict (bool): refuse a checkpoint that does not fit exactly. If ``False``, load what
+                fits; groups that differ keep their options. Default: ``True``.
+            key (str, optional): where in the checkpoint the state is, if it has that of several
+                optimizers.
+
+        Returns:
+            A report of what is missing, unexpected, of another shape, and rebuilt.
+
+        Raises:
+            ValueError: on all ranks, if the checkpoint does not fit; nothing has changed then.
         """
         names: list[str] = []
 
@@ -1065,7 +1071,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ]
 
         self._rank_group.monitor.require_working()
-        self._bring_level()
+        self._send_rest_of_torn_step()
         self._rank_group.enter(f"loading {path}")
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
@@ -1087,11 +1093,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _shown(self, module: torch.nn.Module | None) -> Shown:
         """This rank's share. Collective: a rank that cannot show its share tells all."""
-        self._require_usable()
-        self._rank_group.enter("showing the state for a checkpoint")
-        self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
-        self._follow_changes()
-        self._bring_masters_up_to_date()
+        self._prepare_to_save("showing the state for a checkpoint")
         shown: list[Shown] = []
 
         def prepare() -> list[str]:
@@ -1121,7 +1123,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         incomplete: Sequence[str],
     ) -> None:
         self._rank_group.monitor.require_working()
-        self._bring_level()
+        self._send_rest_of_torn_step()
         self._rank_group.enter("loading a checkpoint")
         options: list[dict[str, Any]] = []
 
@@ -1145,128 +1147,47 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loadable = Loadable(frozen, {}, options, shards)
         self._adopt(with_ranks_told(self._rank_group, loadable))
 
-    # ------------------------------------------------------------------ checks
+    # ------------------------------------------------------------------ checks and reports
 
     def assert_replicas_equal(self) -> None:
-        """Compare what all ranks hold: the parameters, bit for bit, and the numbers in the state,
-        as ``step``, of parameters that are cut; with ``check_every``, also the state with what it
-        was after the last step. Collective. Raises ``RuntimeError`` on all ranks, naming the
-        first parameter with which something is wrong, and the ranks."""
-        self._require_usable()
-        self._rank_group.enter("comparing replicas")
-        self.wait()
-        params = self._params.registry.params
-        changes = self._corruption.changes(len(params))
-        if params:
-            prints = torch.stack([fingerprint(param).cpu() for param in params])
-            require_equal_replicas(
-                self._rank_group,
-                Evidence.of(self._inner, self._params.registry.names, prints, changes),
-            )
+        """Compare what all ranks hold. Collective.
 
-    def _compare_replicas(
-        self, fingerprints: torch.Tensor, since: str, changes: Sequence[str]
-    ) -> None:
-        """For the corruption check, in a step."""
-        self._rank_group.monitor.add_to_note("comparing replicas")
-        same_outcome(self._rank_group, "comparing the ranks", self._description)
-        names = self._params.registry.names
-        require_equal_replicas(
-            self._rank_group, Evidence.of(self._inner, names, fingerprints, changes, since)
-        )
+        Compared are the parameters, bit for bit, and the numbers in the state, as ``step``, of
+        parameters that are cut. With ``check_every``, each rank also compares its state with what
+        it was after the last step.
 
-    # ------------------------------------------------------------------ ONECOPY_CHECK=step
-
-    @property
-    def _mode(self) -> str:
-        if self._attachment is None:
-            return ""
-        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
-
-    def _compare_step(
-        self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
-    ) -> None:
-        """Whatever the ranks must have alike now."""
-        lines = self._description()
-        if join_round is None:  # a rank that has joined borrows its gradients
-            lines += [
-                f"step with {'a' if closure is not None else 'no'} closure, keywords {[*kwargs]}",
-                *self._params.registry.readiness(with_gradients=self._attachment is None),
-            ]
-        same_outcome(self._rank_group, f"comparing step {self._steps}", lambda: lines)
-
-    # ------------------------------------------------------------------ were they averaged?
-
-    def _compare_gradients(self) -> None:
-        """In drop-in mode: warn if the gradients differ between the ranks, with
-        ``ONECOPY_CHECK=step`` raise. Collective, in the first step that has gradients, or in all.
-
-        Why a warning: torch's class accepts such training.
+        Raises:
+            RuntimeError: on all ranks, naming the first parameter that differs, and the ranks.
         """
-        if (
-            (self._has_compared_gradients and not self._check_steps)
-            or self.world_size == 1
-            or self._attachment is not None
-            or self._overlaps_with_ddp
-            or self._join.is_active  # a rank that has joined has none
-        ):
-            return
-        views, have_values = self._views_of_gradients()
-        lines = [
-            f"{name}: {view}" for name, view in zip(self._params.registry.names, views, strict=True)
-        ]
-        try:
-            doing = f"comparing gradients in step {self._steps}"
-            same_outcome(self._rank_group, doing, lambda: lines)
-        except RanksDisagree as difference:
-            if difference.line is None:  # they do not even do the same
-                raise
-            error = self._not_averaged(difference, difference.line)
-            if self._check_steps:
-                raise error from None
-            self._has_compared_gradients = True
-            warnings.warn(str(error), stacklevel=_level_of_user())
-        if have_values:  # gradients that are zero everywhere say nothing
-            self._has_compared_gradients = True
-
-    def _not_averaged(self, difference: RanksDisagree, index: int) -> RanksDisagree:
-        views = "\n".join(difference.message.split("\n")[1:-1])
-        name = self._params.name_in_module(index)
-        return RanksDisagree(
-            f"the gradient of {name} is not the same on all ranks, so it was not averaged:\n"
-            f"{views}\nWithout attach(...), step() expects gradients that were averaged over the "
-            "ranks. Wrap the module, DistributedDataParallel(model), call that, and do the last "
-            "backward before step() outside of no_sync(); or call optimizer.attach(model)"
-        )
-
-    @torch.no_grad()
-    def _views_of_gradients(self) -> tuple[list[str], bool]:
-        """The gradient of each parameter in words, and whether any of them is not zero."""
-        said, pairs = [], []
-        for param in self._params.registry.params:
-            text, parts = _gradient_of(param)
-            said.append(text)
-            if parts:
-                values, *others = parts
-                total = fingerprint(values)
-                for other in others:
-                    total = total * ODD + fingerprint(other)
-                pairs.append(torch.stack([total, values.bool().any().to(total)]))
-        # Together, so that an accelerator is waited for once.
-        device = pairs[0].device if pairs else None
-        numbers = torch.stack([pair.to(device) for pair in pairs]).tolist() if pairs else []
-        left = iter(numbers)
-        views = [f"{t}{next(left)[0] % (1 << 64):x}" if t.endswith(" ") else t for t in said]
-        return views, any(has_values for _, has_values in numbers)
-
-    # ------------------------------------------------------------------ reports
+        self._enter("comparing replicas")
+        self.wait()
+        registry = self._params.registry
+        changes = self._corruption.changes(len(registry.params))
+        if registry.params:
+            prints = torch.stack([fingerprint(param).cpu() for param in registry.params])
+            evidence = Evidence.of(self._inner, registry.names, prints, changes)
+            require_equal_replicas(self._rank_group, evidence)
 
     def memory_report(self) -> MemoryReport:
-        """What parameters, gradients and state take of this rank's memory now."""
-        return report_on(self._params, self._attachment)
+        """Return how many bytes of memory this rank holds now, by kind. Not collective."""
+        params, attachment = self._params.registry.params, self._attachment
+        staging = self._params.all_gathers.staged_bytes
+        gradients = nbytes_of(param.grad for param in params if param.grad is not None)
+        if attachment is not None:
+            gradients += attachment.gradient_bytes
+            staging += attachment.reducer.roadway.staged_bytes
+        return MemoryReport(
+            parameters=nbytes_of(params),
+            gradients=gradients,
+            state=state_bytes(self._inner.state.values()),
+            master_copies=nbytes_of(o.tensor for o in self._inner.shards if o.has_master),
+            staging=staging,
+            ddp_buckets=0 if attachment is None else attachment.hooks.ddp_bytes,
+        )
 
     def comm_stats(self) -> CommStats:
-        """What this rank has sent since the optimizer was built, and how long it waited."""
+        """Return what this rank has sent since construction, and how long it has waited for
+        communication. Not collective."""
         return self._rank_group.counters.stats(self._steps)
 
     def _facts(self) -> dict[str, Any]:
@@ -1282,3 +1203,97 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "communication": stats.as_dict(),
             "buckets": [asdict(each) for each in stats.buckets],
         }
+
+    # ------------------------------------------------------------------ torch.optim.Optimizer
+
+    @property  # type: ignore[override]
+    def state(self) -> OwnedState:
+        """The state of this rank's shards, by the tensors in ``optim.param_groups``.
+
+        After writing into it, assign it, ``optimizer.state = optimizer.state``: with
+        ``check_every``, it is else taken for corrupted.
+        """
+        return self._inner.state
+
+    @state.setter
+    def state(self, value: Mapping[torch.Tensor, Any]) -> None:
+        if "_inner" in self.__dict__:  # the base class's constructor sets an empty one before
+            self._inner.replace_state(value)
+            self._corruption.state_changed()
+            self._full_state.forget("the state was replaced after the last consolidation")
+
+    @property
+    def optim(self) -> Any:
+        """The optimizer of this rank's shards. With several classes, one object for all of them."""
+        inners = self._inner.inners
+        return inners[0].optimizer if len(inners) == 1 else self._inner
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes of the wrapped class, and its methods ``train`` and ``eval``."""
+        inner = self.__dict__.get("_inner")
+        if inner is not None and name == ASKED_BY_GRAD_SCALER:
+            self._require_usable_scaler()
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        having = [each.optimizer for each in inner.inners if hasattr(each.optimizer, name)]
+        if not having:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor {self._optimizer_class.__name__} has an "
+                f"attribute {name!r}"
+            )
+        if name in _MOVES_PARAMETERS:
+            return functools.partial(self._move_parameters, name, having)
+        value = getattr(having[0], name)
+        if callable(value):
+            raise AttributeError(
+                f"{name} is a method of {self._optimizer_class.__name__} on this rank's shards "
+                f"only. If that is what you want, call optimizer.optim.{name}"
+            )
+        return value
+
+    def _move_parameters(
+        self, name: str, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any
+    ) -> None:
+        """Call a method of the wrapped class that changes parameters, and all-gather them."""
+        self._enter(f"in {name}()")
+        self.wait()
+        self._follow_changes()
+        self._inner.masters.follow_params()
+        self._full_state.forget(f"{name}() was called after the last consolidation")
+        self._inner.options_in(self.param_groups)
+        for optimizer in optimizers:
+            getattr(optimizer, name)(*args, **kwargs)
+        self._inner.options_out(self.param_groups)
+        self._corruption.state_changed()
+        self._params.send_all()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
+        """An optimizer of copies of the parameters, in the same process group. Hooks are left
+        behind, as by torch, and so is the ``step`` that a scheduler has wrapped."""
+        if self._attachment is not None:
+            raise RuntimeError("an attached optimizer cannot be copied: call detach() first")
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        memo[id(self.process_group)] = self.process_group
+        left = {"step", "_inner", "_params", "_full_state", "_tracing", "_join"}
+        for key, value in self.__dict__.items():
+            if key not in left and not is_table_of_hooks(key):
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._inner, registry = copy.deepcopy((self._inner, self._params.registry), memo)
+        new._params = self._params.copied(new._inner, registry)
+        new._full_state = FullState("this optimizer is a copy that was not consolidated")
+        new._tracing = None
+        new._join = JoinParticipant(new, new._rank_group)
+        Optimizer.__setstate__(new, {})
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: this rank holds only its share of the "
+            "state, and a process group. Save consolidate_state_dict() + state_dict() instead"
+        )
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        """All parameters, in the order of their groups."""
+        return self._params.registry.params

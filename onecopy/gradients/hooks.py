@@ -182,7 +182,7 @@ class ModuleHooks:
         self._is_inside_ddp = False  # as of the last forward
         self._is_queued = False
         self._params: Sequence[torch.Tensor] = ()
-        self._beginning = threading.RLock()  # one thread per device may see the first gradient
+        self._begin_lock = threading.RLock()  # one thread per device may see the first gradient
         self._hooked: set[int] = set()
         self._early: list[Any] = []  # hooks on parameters that are not planned yet
         self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
@@ -215,7 +215,7 @@ class ModuleHooks:
 
     def _begins(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
-            with self._beginning:
+            with self._begin_lock:
                 if not self._is_queued:  # no other thread was first
                     queue_callback(self._ended)
                     self._is_queued = True
@@ -225,7 +225,7 @@ class ModuleHooks:
             if not self._is_queued:
                 self._begins(param)
             if not self._reducer.is_active:
-                with self._beginning:
+                with self._begin_lock:
                     if not self._reducer.is_active:
                         self._has_unsynced = False
                         self._begin()

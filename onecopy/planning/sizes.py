@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from onecopy.planning.plan import Plan, Segment
 from onecopy.planning.text import plural
-from onecopy.planning.traits import Kind
+from onecopy.planning.traits import Kind, tensors_in
 
 _MB = 10**6
 
@@ -60,6 +61,20 @@ class MemoryReport:
     def __str__(self) -> str:
         rows = [*self.as_dict().items(), ("total", self.total)]
         return "\n".join(f"{name:20}{count / _MB:12.3f} MB" for name, count in rows)
+
+
+def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors, of sparse ones as if they were dense."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def state_bytes(states: Iterable[Any]) -> dict[str, int]:
+    """The bytes of optimizer state, one ``state`` per parameter, by key."""
+    found: dict[str, int] = {}
+    for state in states:
+        for key, value in (state if isinstance(state, Mapping) else {"other": state}).items():
+            found[str(key)] = found.get(str(key), 0) + nbytes_of(tensors_in(value))
+    return {key: count for key, count in sorted(found.items()) if count}
 
 
 # In bytes: all that is not empty, since a letter costs less than a message through gloo, however
