@@ -2,7 +2,7 @@
 
 Other modules use torch's private names only through this one, and ``CHECKED`` lists each of them
 with the releases in which it was checked and with what happens on a release that lacks it
-(``tests/test_torch_releases.py`` enforces both).
+(``tests/project/test_torch_releases.py`` enforces both).
 """
 
 from __future__ import annotations
@@ -379,13 +379,13 @@ class GradScalerBase(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        verdict = self.unscaled(optimizer, inv_scale, allow_fp16)
-        if verdict is None:
+        result = self.unscaled(optimizer, inv_scale, allow_fp16)
+        if result is None:
             found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
                 optimizer, inv_scale, found_inf, allow_fp16
             )
             return found
-        return {found_inf.device: torch.maximum(found_inf, verdict.to(found_inf))}
+        return {found_inf.device: torch.maximum(found_inf, result.to(found_inf))}
 
 
 # ------------------------------------------------------------------ checkpoints
