@@ -255,8 +255,6 @@ NOT_YET: set[str] = {
     "demand",
     "desk",
     "desks",
-    "errand",
-    "errands",
     "exchange",
     "flight",
     "flights",
