@@ -18,11 +18,10 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from onecopy.checkpoint.dcp import flattened
 from onecopy.checkpoint.files import DataFileWriter, Progress
 from onecopy.checkpoint.metadata import (
     Place,
@@ -37,16 +36,17 @@ from onecopy.checkpoint.metadata import (
 from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
 from onecopy.checkpoint.state import (
     BY_INDEX,
-    Fragment,
-    Path_,
+    StateShard,
     StateView,
     collect,
+    collect_groups,
     describe_names,
-    leaves,
+    dotted,
     names_without_state,
 )
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
+from onecopy.comm.transfer import Path as Steps
 from onecopy.planning.traits import class_name
 from onecopy.version import __version__
 
@@ -57,36 +57,35 @@ _OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")
 
 
 def save_checkpoint(
-    rank_group: RankGroup, make_portrait: Callable[[], StateView], directory: Path, flatten: bool
+    rank_group: RankGroup, make_view: Callable[[], StateView], directory: Path, flatten: bool
 ) -> None:
-    """Write the state that the portrait shows. Collective."""
+    """Write the state that the view shows. Collective."""
     with contextlib.ExitStack() as held:
-        state_view: StateView | None = None
-        tree: dict[str, Any] = {}
+        view: StateView | None = None
+        shards: list[StateShard] = []
 
         def prepare() -> list[str]:
-            nonlocal state_view
-            state_view = make_portrait()
-            collect(state_view)  # refuses what could not be loaded
-            tree.update(state_view.tree())
+            nonlocal view
+            view = make_view()
+            shards.extend(collect(view))
             require_name(directory)
             if rank_group.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_writer(directory))
-                _require_replaceable(directory, state_view.names)
+                _require_replaceable(directory, view.names)
             return [
                 f"to {directory}",
                 f"flattened: {flatten}",
-                f"plan {state_view.plan.digest}",
-                *describe_names(state_view.registry, state_view.names),
+                f"plan {view.plan.digest}",
+                *describe_names(view.registry, view.names),
             ]
 
         same_outcome(rank_group, "saving a checkpoint", prepare)
-        assert state_view is not None
+        assert view is not None
         token = rank_group.broadcast_bytes(
             uuid.uuid4().hex[:12].encode() if rank_group.rank == 0 else None, source=0
         ).decode()
-        _save(rank_group, state_view, tree, directory, token, flatten)
+        _save(rank_group, view, shards, directory, token, flatten)
 
 
 def require_name(directory: Path) -> None:
@@ -98,8 +97,8 @@ def require_name(directory: Path) -> None:
 
 def _save(
     rank_group: RankGroup,
-    state_view: StateView,
-    tree: dict[str, Any],
+    view: StateView,
+    shards: Sequence[StateShard],
     directory: Path,
     token: str,
     flatten: bool,
@@ -108,15 +107,21 @@ def _save(
     mine = f"__{rank_group.rank}_{token}.distcp"
 
     def write() -> tuple[list[Written], list[str]]:
+        """This rank's file: the entries in it, and the parameters without state."""
         directory.mkdir(parents=True, exist_ok=True)  # a network file system may be slow to show it
-        with Progress(f"saving to {directory.name}", _nbytes(tree), rank_group.rank == 0) as bar:
-
-            def wrote(nbytes: int) -> None:
-                bar.add(nbytes)
-                exchange.beat()
-
-            written = list(_write(state_view, tree, directory, mine, flatten, wrote))
-        return written, names_without_state(state_view)
+        written: list[Written] = []
+        total = sum(shard.nbytes for shard in shards if shard.is_writer)
+        with (
+            Progress(f"saving to {directory.name}", total, rank_group.rank == 0) as bar,
+            DataFileWriter(directory, mine) as writer,
+        ):
+            for path, shard in _paths_in_file(view, shards, flatten):
+                for entry in _append(writer, path, shard):
+                    written.append(entry)
+                    bar.add(entry.place.length)
+                    exchange.beat()
+        sync_directory(directory)
+        return written, names_without_state(view)
 
     cause: Exception | None = None
 
@@ -131,7 +136,7 @@ def _save(
         name = f"__{rank_group.world_size}_{token}.distcp"
         try:
             with DataFileWriter(directory, name) as writer:
-                place = writer.append(_mark(state_view, without_state, written))
+                place = writer.append(_mark(view, without_state, written))
             written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
             write_metadata(directory, written)
             return left, None
@@ -166,79 +171,58 @@ def _save(
         ) from cause
 
 
-def _write(
-    state_view: StateView,
-    tree: Mapping[str, Any],
-    directory: Path,
-    name: str,
-    flatten: bool,
-    wrote: Callable[[int], None],
-) -> Iterator[Written]:
-    """Write this rank's file; the entries in it."""
-    with DataFileWriter(directory, name) as writer:
-        for path, leaf in _entries(state_view, tree, flatten):
-            key = ".".join(map(str, path))
-            if not isinstance(leaf, Fragment):
-                yield Written(key, path, writer.append(leaf))
-                wrote(0)
-            elif leaf.is_mine_to_write:
-                dtype = str(leaf.dtype).removeprefix("torch.")
-                for box, view in leaf.boxes():
-                    place = writer.append(view)
-                    yield Written(key, path, place, dtype, leaf.shape, box.offsets, box.sizes)
-                    wrote(view.nbytes)
-    sync_directory(directory)
+def _paths_in_file(
+    view: StateView, shards: Sequence[StateShard], flatten: bool
+) -> Iterator[tuple[Steps, StateShard]]:
+    """What this rank writes, and its path in the checkpoint: parameter by parameter, and all parts
+    of a tensor together."""
+    by_leaf: dict[tuple[int, Steps], list[StateShard]] = {}
+    for shard in shards:
+        by_leaf.setdefault((shard.param, shard.path), []).append(shard)
+    for (index, path), parts in by_leaf.items():
+        name, (key, *rest) = view.names[index], path
+        start = (f"state.{name}.{key}",) if flatten else ("state", name, key)
+        yield from (((PREFIX, *start, *rest), part) for part in parts if part.is_writer)
+    for number, group in enumerate(collect_groups(view) if view.rank == 0 else ()):
+        if not flatten:
+            yield from (((PREFIX, "param_groups", number, *leaf.path), leaf) for leaf in group)
+            continue
+        for name in view.names_in(number):
+            for leaf in group:
+                key, *rest = leaf.path
+                if key != "params":
+                    yield (PREFIX, f"param_groups.{name}.{key}", *rest), leaf
 
 
-def _entries(
-    state_view: StateView, tree: Mapping[str, Any], flatten: bool
-) -> Iterator[tuple[Path_, Any]]:
-    """What this rank writes: its fragments, and of all that is not a tensor what is for it."""
-    values = state_view.written_here()
-    if flatten:
-        states = {f"state.{n}.{k}": (n, v) for n, s in tree["state"].items() for k, v in s.items()}
-        for key, (name, value) in states.items():
-            for rest, leaf in leaves(value):
-                if isinstance(leaf, Fragment) or name in values:
-                    yield (PREFIX, key, *rest), leaf
-    else:
-        for name, state in tree["state"].items():
-            for rest, leaf in leaves(state):
-                if isinstance(leaf, Fragment) or name in values:
-                    yield (PREFIX, "state", name, *rest), leaf
-    if state_view.rank == 0:
-        groups = tree["param_groups"]
-        of_groups = (
-            flattened({"state": {}, "param_groups": groups})
-            if flatten
-            else {"param_groups": groups}
-        )
-        for rest, leaf in leaves(of_groups):
-            yield (PREFIX, *rest), leaf
+def _append(writer: DataFileWriter, path: Steps, shard: StateShard) -> Iterator[Written]:
+    key = dotted(path)
+    if not shard.is_tensor:
+        yield Written(key, path, writer.append(shard.data))
+        return
+    dtype = str(shard.data.dtype).removeprefix("torch.")
+    for chunk, data in shard.chunks():
+        place = writer.append(data)
+        yield Written(key, path, place, dtype, shard.shape, chunk.offsets, chunk.sizes)
 
 
-def _mark(
-    state_view: StateView, without_state: list[str], written: list[Written]
-) -> dict[str, Any]:
+def _mark(view: StateView, without_state: list[str], written: list[Written]) -> dict[str, Any]:
     """Says in the file what cannot be seen from its keys."""
     return {
         "version": __version__,
-        "names": "positions" if state_view.names[0].startswith(BY_INDEX) else "names",
-        "classes": classes_of(state_view),
-        "groups": [state_view.names_in(number) for number in range(len(state_view.groups))],
-        "frozen": [
-            state_view.names[index] for index in state_view.registry.unplanned(state_view.plan)
-        ],
+        "names": "positions" if view.names[0].startswith(BY_INDEX) else "names",
+        "classes": classes_of(view),
+        "groups": [view.names_in(number) for number in range(len(view.groups))],
+        "frozen": [view.names[index] for index in view.registry.unplanned(view.plan)],
         "not_begun": without_state,
         "digest": digest((e.path, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
     }
 
 
-def classes_of(state_view: StateView) -> dict[str, list[str]]:
+def classes_of(view: StateView) -> dict[str, list[str]]:
     """The names of the parameters that each optimizer class has."""
     found: dict[str, list[str]] = {}
-    for name, entry in zip(state_view.names, state_view.registry.entries, strict=True):
-        cls = state_view.registry.policies[entry.group].optimizer_class
+    for name, entry in zip(view.names, view.registry.entries, strict=True):
+        cls = view.registry.policies[entry.group].optimizer_class
         found.setdefault(class_name(cls), []).append(name)
     return found
 
@@ -247,11 +231,6 @@ def digest(entries: Iterable[tuple[Any, ...]]) -> str:
     """A fingerprint of what the metadata says: (path, place, dtype, shape, offsets, sizes)."""
     lines = sorted(json.dumps(entry) for entry in entries)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _nbytes(tree: Mapping[str, Any]) -> int:
-    fragments = (leaf for _, leaf in leaves(tree["state"]) if isinstance(leaf, Fragment))
-    return sum(fragment.nbytes for fragment in fragments if fragment.is_mine_to_write)
 
 
 def _from_json(entry: list[Any]) -> Written:

@@ -39,13 +39,13 @@ def kill(phase: str, site: str, announcer: int, victim: int, visit: int) -> dict
 
 def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been() -> None:
     in_save = kill("save", "before save.write_metadata", announcer=0, victim=0, visit=2)
-    in_load = kill("load", "after load.load_into", announcer=1, victim=0, visit=1)
+    in_load = kill("load", "after load.adopt", announcer=1, victim=0, visit=1)
     tally = chaos.Tally()
     chaos.run(Plan(0, "attached", ((2, 2),), {"0.0": in_save, "0.1": in_load}), tally)
     assert dict(tally.kills) == {"save": 1, "load": 1}
     assert dict(tally.places) == {
         "save: before save.write_metadata": 1,
-        "load: after load.load_into": 1,
+        "load: after load.adopt": 1,
     }
     assert tally.failures == 0
     assert tally.resumed == 2
