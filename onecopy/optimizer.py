@@ -769,13 +769,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 broadcast_plain(self._rank_group, join_round, [name, *args])
             return OPERATIONS[name](attachment.averaged_gradients(), *args)
 
-    def _unscale(self, inv_scale: torch.Tensor, allow_fp16: bool) -> torch.Tensor:
-        """For the scaler: whether any rank has found an infinity or NaN."""
-        found: torch.Tensor = self._inspect_gradients(
-            "GradScaler.unscale_", float(inv_scale), allow_fp16
-        )
-        return found
-
     def _skip_step(self) -> None:
         """The scaler does not take a step that joined ranks wait for."""
         self._join.announce(Turn.SKIP)
@@ -1191,7 +1184,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._rank_group.counters.stats(self._steps)
 
     def _facts(self) -> dict[str, Any]:
-        """For the trace of a run; ``recorded.py`` reads them."""
+        """For the trace of a run, whose page is made from them."""
         stats = self.comm_stats()
         classes = dict.fromkeys(policy.optimizer_class for policy in self._params.registry.policies)
         return {

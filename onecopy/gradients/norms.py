@@ -238,8 +238,9 @@ class GradScaler(GradScalerBase):
         ours: Any = optimizer
         if getattr(optimizer, "_attachment", None) is None:
             return None
-        found: torch.Tensor = ours._unscale(inv_scale, allow_fp16)
-        return found
+        call = ("GradScaler.unscale_", float(inv_scale), allow_fp16)
+        found_inf: torch.Tensor = ours._inspect_gradients(*call)
+        return found_inf
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's."""
