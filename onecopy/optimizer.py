@@ -35,9 +35,9 @@ from onecopy.checkpoint.full_state import (
     Loadable,
     adopt_state,
     check_state_dict,
-    compare_masters,
     load_masters,
     sample_lines,
+    warn_of_masters,
     with_ranks_told,
 )
 from onecopy.checkpoint.load import (
@@ -77,7 +77,6 @@ from onecopy.gradients.join import (
 )
 from onecopy.gradients.norms import OPERATIONS
 from onecopy.planning.param_groups import (
-    MASTER,
     GroupPolicy,
     PartitionPolicy,
     Settings,
@@ -927,23 +926,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 group.update(kept)
                 group.update(options_of(inner))
             self._policies.remember_flags(self._params.registry.policies, self.param_groups)
-        self._warn_of_masters(loadable)
-
-    def _warn_of_masters(self, loadable: Loadable) -> None:
-        """Of master copies on one side only, once for all ranks."""
-        planned = [entry.param for entry in self._params.registry.planned(self._params.plan)]
-        found = compare_masters(loadable, planned, self._inner.master_dtype)
-        if self.rank == 0 and found.are_lacking:
-            logger.warning(
-                "what was loaded lacks master copies (%s): they were rebuilt from the parameters",
-                MASTER,
-            )
-        if self.rank == 0 and found.are_unused:
-            logger.warning(
-                "what was loaded has master copies (%s), for which this optimizer has no use: they "
-                "were left out. To keep them, build it with master_dtype=torch.float32",
-                MASTER,
-            )
+        if self.rank == 0:
+            planned = [entry.param for entry in self._params.registry.planned(self._params.plan)]
+            warn_of_masters(loadable, planned, self._inner.master_dtype)
 
     def _prepare_to_save(self, what: str) -> None:
         """Refuse corrupted state, and bring plan and master copies up to date."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ from onecopy.planning.traits import class_name, is_torch_class, options_of
 from onecopy.sharding.inner import Inner, InnerOptimizers
 from onecopy.sharding.owned import OwnedShard
 from onecopy.sharding.sharded_params import ShardedParams
+
+logger = logging.getLogger("onecopy")
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -483,17 +486,11 @@ def _outlined(value: Any) -> Any:
     return copied(value)
 
 
-class MasterReport(NamedTuple):
-    """Whether there are master copies on one side only, of the parameters of any rank."""
-
-    are_lacking: bool  # here, and not in what was loaded
-    are_unused: bool  # in what was loaded, and not here
-
-
-def compare_masters(
+def warn_of_masters(
     loadable: Loadable, planned: Iterable[torch.Tensor], master_dtype: torch.dtype | None
-) -> MasterReport:
-    """The same on all ranks; of the parameters, those ``planned`` may have master copies."""
+) -> None:
+    """Log if only one of the saved and the present state has master copies. One rank calls it: all
+    would log the same."""
     lacking, unused = loadable.lacks_masters, False
     for param in planned:
         state = loadable.states.get(param, {})
@@ -501,7 +498,17 @@ def compare_masters(
             unused |= MASTER in state
         else:
             lacking |= bool(state) and MASTER not in state
-    return MasterReport(lacking, unused)
+    if lacking:
+        logger.warning(
+            "what was loaded lacks master copies (%s): they were rebuilt from the parameters",
+            MASTER,
+        )
+    if unused:
+        logger.warning(
+            "what was loaded has master copies (%s), for which this optimizer has no use: they "
+            "were left out. To keep them, build it with master_dtype=torch.float32",
+            MASTER,
+        )
 
 
 def with_ranks_told(rank_group: RankGroup, loadable: Loadable) -> Loadable:
