@@ -42,10 +42,8 @@ from onecopy.checkpoint.full_state import (
 )
 from onecopy.checkpoint.load import (
     LoadReport,
+    agree_on_shards,
     load_checkpoint,
-    options_from,
-    require_all_in,
-    require_same_groups,
 )
 from onecopy.checkpoint.save import require_name, save_checkpoint
 from onecopy.checkpoint.state import (
@@ -55,9 +53,6 @@ from onecopy.checkpoint.state import (
     collect,
     collect_groups,
     describe_names,
-    drop_state,
-    states_of_frozen,
-    uninitialized,
 )
 from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
 from onecopy.checks.gradient_check import GradientCheck
@@ -1103,27 +1098,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._rank_group.monitor.require_working()
         self._send_rest_of_torn_step()
         self._rank_group.enter("loading a checkpoint")
-        options: list[dict[str, Any]] = []
-
-        def prepare() -> list[str]:
-            if incomplete:
-                raise ValueError(
-                    f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
-                    f"{', ...' * (len(incomplete) > 5)}: is it complete?"
-                )
-            require_all_in(state_view, groups)
-            require_same_groups(state_view, [group["params"] for group in groups])
-            options.extend(options_from(state_view, groups))
-            if self.world_size > 1:
-                self._params.registry.require_plan_fits(self._policies_with(options))
-            return describe_names(self._params.registry, state_view.names)
-
-        same_outcome(self._rank_group, "loading a checkpoint", prepare)
-        unknown = uninitialized(state_view, shards, self._rank_group)
-        shards = drop_state(state_view, shards, unknown)
-        frozen = states_of_frozen(state_view, shards)
-        loadable = Loadable(frozen, {}, options, shards)
-        self._adopt(with_ranks_told(self._rank_group, loadable))
+        loadable = agree_on_shards(
+            self._rank_group, state_view, shards, groups, incomplete, self._policies_with
+        )
+        self._adopt(loadable)
 
     # ------------------------------------------------------------------ checks and reports
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.checkpoint.files import DataFileReader, Progress
-from onecopy.checkpoint.full_state import Loadable
+from onecopy.checkpoint.full_state import Loadable, with_ranks_told
 from onecopy.checkpoint.metadata import (
     Metadata,
     TensorEntry,
@@ -40,8 +40,10 @@ from onecopy.checkpoint.state import (
     StateView,
     adopt,
     collect,
+    describe_names,
     dotted,
     drop_state,
+    states_of_frozen,
     uninitialized,
 )
 from onecopy.comm.agreement import same_outcome
@@ -502,6 +504,36 @@ def _as_in(like: Any, value: Any) -> Any:
 
 
 # -------------------------------------------------------------------------- loading
+
+
+def agree_on_shards(
+    rank_group: RankGroup,
+    view: StateView,
+    shards: Sequence[StateShard],
+    groups: Sequence[Mapping[str, Any]],
+    incomplete: Sequence[str],
+    policies_for: Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]],
+) -> Loadable:
+    """The state that DCP has read, or an error on all ranks. Collective."""
+    options: list[dict[str, Any]] = []
+
+    def prepare() -> list[str]:
+        if incomplete:
+            raise ValueError(
+                f"the checkpoint does not cover the state of {', '.join(incomplete[:5])}"
+                f"{', ...' * (len(incomplete) > 5)}: is it complete?"
+            )
+        require_all_in(view, groups)
+        require_same_groups(view, [group["params"] for group in groups])
+        options.extend(options_from(view, groups))
+        if rank_group.world_size > 1:
+            view.registry.require_plan_fits(policies_for(options))
+        return describe_names(view.registry, view.names)
+
+    same_outcome(rank_group, "loading a checkpoint", prepare)
+    known = drop_state(view, shards, uninitialized(view, shards, rank_group))
+    loadable = Loadable(states_of_frozen(view, known), {}, options, known)
+    return with_ranks_told(rank_group, loadable)
 
 
 def load_checkpoint(
