@@ -1131,7 +1131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         gradients = nbytes_of(param.grad for param in params if param.grad is not None)
         if attachment is not None:
             gradients += attachment.gradient_bytes
-            staging += attachment.reducer.roadway.staged_bytes
+            staging += attachment.reducer.staged_bytes
         return MemoryReport(
             parameters=nbytes_of(params),
             gradients=gradients,

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import RanksDisagree, StoreChannel
-from onecopy.comm.gloo.local_ranks import LocalRanks
-from onecopy.comm.gloo.topology import Topology
 from onecopy.comm.process_group import DEFAULT_PATIENCE, private_group, timeout
 from onecopy.comm.waiting import (
     NoAnswer,
@@ -424,7 +422,7 @@ class GroupMonitor:
         self, user_group: Any, greatest: Callable[[int], int], waits_on_cpu: bool = True
     ) -> None:
         """Collective: ``greatest`` tells the greatest number of all ranks. ``waits_on_cpu``: to
-        wait blocks the thread. It is complete when the neighbours are found: see ``meet``."""
+        wait blocks the thread. It is complete when all have come: see ``meet``."""
         self.user_group = user_group
         self.rank = dist.get_rank(user_group)
         self.world_size = dist.get_world_size(user_group)
@@ -433,15 +431,15 @@ class GroupMonitor:
         self._notes = rank_status_of(user_group)
         self.note("building an optimizer")
         self._notes.building()
-        # None are known yet.
-        self.local_ranks = LocalRanks(self.rank, Topology.apart(self.world_size))
+        # Of memory that local ranks share, if they do: which of them have ended, and to let it go.
+        self.ended_local_ranks: Callable[[], list[int]] = list
+        self.abandon_shared_memory: Callable[[], object] = list
         self.group = user_group  # as long as there is no other
         with self.naming_absentees():
             self.group = private_group(user_group, greatest)
 
-    def meet(self, local_ranks: LocalRanks) -> None:
-        """All ranks have come, and know who is on the same host."""
-        self.local_ranks = local_ranks
+    def meet(self) -> None:
+        """All ranks have come."""
         self._notes.building(is_over=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupMonitor:
@@ -542,7 +540,7 @@ class GroupMonitor:
     def _report(self) -> str:
         """Who was where; the last thing that this group does."""
         try:
-            report = self._notes.report(self.local_ranks.ended())
+            report = self._notes.report(self.ended_local_ranks())
         except BaseException as error:  # of a signal handler: to ask may take some seconds
             self._give_up(_interrupted(error))
             raise
@@ -562,7 +560,7 @@ class GroupMonitor:
 
     def _give_up(self, reason: str) -> None:
         self._notes.failure = reason
-        self.local_ranks.abandon()
+        self.abandon_shared_memory()
         never_destroy(self.group)
 
     @property

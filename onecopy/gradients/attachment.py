@@ -36,7 +36,7 @@ from onecopy.planning.layout import flat_range, is_dense
 from onecopy.planning.param_groups import check_switches
 from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
-from onecopy.sharding.all_gather import StagingLender
+from onecopy.sharding.engine import SendBuffers
 from onecopy.sharding.inner import GradientsOf
 from onecopy.sharding.parameter_names import names_in
 from onecopy.sharding.sharded_params import ShardedParams
@@ -90,9 +90,8 @@ class Attachment:
             self._lazy.follow(plan, params)
 
     @property
-    def lender(self) -> StagingLender:
-        """Gradients have left its memory when parameters are gathered."""
-        return self.reducer
+    def send_buffers(self) -> SendBuffers:
+        return self.reducer.send_buffer
 
     def detach(self) -> None:
         """Undo everything, even if a collective fails; then that is raised. If a collective of
@@ -103,8 +102,8 @@ class Attachment:
         if self._monitor.refusal is not None:
             sharded_params.all_gathers.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
-            undoing.callback(self._rank_group.local_ranks.forget)
-            undoing.callback(sharded_params.all_gathers.give_up_staging)  # it may be the reducer's
+            undoing.callback(self.reducer.release_unused)
+            undoing.callback(sharded_params.all_gathers.release_staging)  # it may be the reducer's
             if self._lazy is not None:
                 undoing.callback(self._lazy.remove)
             for patch in self._patches:
@@ -256,7 +255,7 @@ class Attachment:
     @property
     def gradient_bytes(self) -> int:
         """Memory of this rank's gradients, besides ``param.grad``."""
-        return self.reducer.roadway.slot_bytes + self.reducer.accumulated_bytes
+        return self.reducer.slot_bytes + self.reducer.accumulated_bytes
 
 
 # -------------------------------------------------------------------------- before attaching
@@ -339,9 +338,9 @@ def broadcast_module(rank_group: RankGroup, module: torch.nn.Module) -> None:
         memory = tensor.detach()
         if is_dense(memory):
             memory = flat_range(memory, 0, memory.numel())
-            rank_group.share([Part(0, memory)]).wait()
+            rank_group.broadcast_tensors([Part(0, memory)]).wait()
         else:
             sent = memory.contiguous()
-            rank_group.share([Part(0, sent)]).wait()
+            rank_group.broadcast_tensors([Part(0, sent)]).wait()
             memory.copy_(sent)
     torch.autograd.graph.increment_version(list(tensors))

@@ -31,7 +31,7 @@ from onecopy.gradients.join import JoinParticipant
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import is_dense
 from onecopy.planning.plan import Plan
-from onecopy.sharding.all_gather import AllGatherQueue
+from onecopy.sharding.engine import AllGathers
 from onecopy.torch_private import (
     disable_dynamo,
     divides_by_all_ranks,
@@ -476,7 +476,7 @@ class DDPHooks:
         # DDP also has what was frozen and is not ours.
         indices = map(self._index.get, params)
         ours = {i: grad for i, grad in zip(indices, gradients, strict=True) if i is not None}
-        for index, grad in self._reducer.roadway.laid_out(ours).items():
+        for index, grad in self._reducer.laid_out(ours).items():
             self._reducer.arrived(index, grad)
         if bucket.is_last() and not self._is_queued and not self._reducer.keeps_back:
             self._reducer.end(present=set())
@@ -507,7 +507,7 @@ class DDPHooks:
 
     def _ended(self) -> None:
         self._is_queued, self._has_ended = False, True
-        present = set(self._reducer.roadway.not_reduced())  # what is not planned keeps what it has
+        present = set(self._reducer.left_in_params())  # what is not planned keeps what it has
         self._reducer.end(present)
         for index in present:
             self._params[index].grad = None
@@ -577,7 +577,7 @@ class LazyGather:
     modules around it. Until then, and outside of training, every module waits for all buckets.
     """
 
-    def __init__(self, module: torch.nn.Module, all_gathers: AllGatherQueue) -> None:
+    def __init__(self, module: torch.nn.Module, all_gathers: AllGathers) -> None:
         self._is_removed = False
         self._all_gathers = all_gathers
         self._own: dict[torch.nn.Module, set[int]] = {}  # buckets of each module's own parameters

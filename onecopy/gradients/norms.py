@@ -122,7 +122,7 @@ def full_grad(held: AveragedGradients, index: int) -> torch.Tensor | None:
         for shard in plan.shards_in(bucket, rank)
         if shard.param == index and shard.numel
     ]
-    held.rank_group.share(
+    held.rank_group.broadcast_tensors(
         [Part(shard.rank, flat_range(full, shard.start, shard.stop)) for shard in shards]
     ).wait()
     return full

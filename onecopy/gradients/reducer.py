@@ -1,39 +1,47 @@
-"""Gradients on their way to their owners while backward runs."""
+"""Gradients on their way to their owners while backward runs.
+
+A bucket leaves when its last gradient has arrived and all buckets before it have left, whichever
+thread of autograd brought the gradient. At the end of backward the ranks exchange which parameters
+had a gradient, for which buckets one came too late, and whether a rank gave up.
+
+Read in this order: GradientFill, GradBucket, UsedParameters, GradientReducer.
+"""
 
 from __future__ import annotations
 
-import bisect
+import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, count, pairwise, repeat
-from operator import attrgetter, is_, itemgetter
+from dataclasses import dataclass, field
+from itertools import compress, count, repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 
 from onecopy.comm.agreement import RanksDisagree, same_outcome
-from onecopy.comm.gloo.local_ranks import SharedRead
-from onecopy.comm.gloo.shared_memory import SharedMemory
-from onecopy.comm.gloo.topology import ReduceRoutes
+from onecopy.comm.c10d import make_comm
 from onecopy.comm.group import GATHER_TAGS, Handle, RankGroup, do_nothing
+from onecopy.comm.interface import (
+    BucketLayout,
+    Buffer,
+    Collective,
+    Comm,
+    GradientSlot,
+    ReduceBuffers,
+)
 from onecopy.comm.stats import Phase
-from onecopy.comm.waiting import BackgroundThread
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
 from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment, Shard
-from onecopy.planning.sizes import IN_FLIGHT, SHARED_BUFFERS
+from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_staging, sum_dtype
 from onecopy.planning.text import name_ranks, plural
-from onecopy.sharding.all_gather import Lendable
 from onecopy.sharding.buffers import StagingPool
+from onecopy.sharding.engine import BucketQueue, GradPhase, QueuedBucket
 from onecopy.torch_private import flatten_dense_tensors
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
 _STRETCH = 1 << 15  # elements: so many of small tensors are copied at once, which takes memory
-_FITS_THE_CACHE = 1 << 17  # elements: what is added up stays in it between the ranks
-_WIDE = 4  # bytes of a number that can be added up as it is
-_EMPTY = torch.empty(0)
 
 
 class GradientFill(NamedTuple):
@@ -86,293 +94,48 @@ def _put(source: torch.Tensor, share: float, target: torch.Tensor) -> None:
         torch.mul(source, share, out=target)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneStaging:
-    """The memory that buckets pass through."""
+class GradBucket(QueuedBucket):
+    """A bucket of gradients, and the sum of what this rank owns in it."""
 
-    outgoing: StagingPool
-    incoming: StagingPool
-    # Sums of other hosts, and of this one for others, where they are wider than the wire.
-    incoming_sums: StagingPool
-    relayed: StagingPool
+    fills: tuple[GradientFill | SmallGradients, ...] = ()
+    send: Buffer  # staging of the whole bucket
 
-    @classmethod
-    def of_depth(cls, depth: int, outgoing: StagingPool | None = None) -> LaneStaging:
-        return cls(outgoing or StagingPool(depth), *(StagingPool(depth) for _ in range(3)))
-
-    def nbytes(self) -> int:
-        kinds = (self.outgoing, self.incoming, self.incoming_sums, self.relayed)
-        return sum(staging.nbytes() for staging in kinds)
-
-
-class Reserved(NamedTuple):
-    """Buffers of one bucket, in the order of :meth:`Lane.reserve`."""
-
-    outgoing: torch.Tensor
-    incoming: torch.Tensor
-    incoming_sums: torch.Tensor
-    relayed: torch.Tensor
-
-
-@dataclass(slots=True, eq=False)
-class GradBucket:
-    """A bucket as it is reduced, and the gradient of what this rank owns in it."""
-
-    bucket: int
-    numel: int
-    params: frozenset[int]  # that have a part in it
-    ranges: tuple[tuple[int, int], ...]  # of the staging: what each rank owns
-    first: int  # where in the bucket begins what this rank owns
-    # Where the staging has no gaps: (place in the bucket, how much lower it is in the staging).
-    shifts: tuple[tuple[int, int], ...]
-    wire: torch.Tensor  # an empty tensor of the dtype and device in which it travels
-    slot: torch.Tensor  # the sum over the ranks, of what this one owns
-    has_equal_slots: bool  # and the backend sums them itself
-    at_once: bool = False  # parts are exchanged in one collective, instead of messages
-    holds: bool = False  # whether the slot holds a gradient
-    outgoing: torch.Tensor = field(default=_EMPTY)  # staging of the whole bucket ...
-    incoming: torch.Tensor = field(default=_EMPTY)  # ... and of what comes from the others
-    incoming_sums: torch.Tensor = field(default=_EMPTY)  # of other hosts, if wider than the wire
-    relayed: torch.Tensor = field(default=_EMPTY)  # sums of this host for others, if wider
-    passage: ReduceRoutes = field(default_factory=ReduceRoutes)
-    memory: SharedMemory | None = None  # of the outgoing staging, if neighbours can read it
-    places: tuple[GradientFill | SmallGradients, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        bucket: int,
+    def __init__(
+        self,
+        layout: BucketLayout,
         params: Sequence[torch.Tensor],
-        rank_group: RankGroup,
+        rank: int,
         reduce_dtype: torch.dtype | None,
         master_dtype: torch.dtype | None,
-    ) -> GradBucket:
-        indices = [segment.param for segment in plan.segments(bucket)]
+    ) -> None:
+        super().__init__(layout.index, GradPhase.EMPTY)
+        self.layout = layout
+        indices = [segment.param for segment in layout.plan.segments(layout.index)]
+        self.params = frozenset(indices)  # that have a part in it
         param = params[indices[0]]
-        planned = [plan.range_of(bucket, owner) for owner in range(plan.world_size)]
-        start, stop = planned[rank_group.rank]
-        at_once = not rank_group.sends_one_by_one(param.device)
-        ranges = _without_gaps(planned) if at_once else planned
-        sent_in = reduce_dtype if param.is_floating_point() else None  # complex stay so
-        summed_in = gradient_dtype(param, master_dtype)
-        wire = torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device)
-        sizes = [(last - first) * wire.element_size() for first, last in ranges]
-        lent = {owner for owner, size in enumerate(sizes) if rank_group.lends(size, wire.device)}
-        sent = {owner for owner, size in enumerate(sizes) if size} - lent
-        return cls(
-            bucket,
-            plan.buckets[bucket].numel,
-            frozenset(indices),
-            tuple(ranges),
-            first=start,
-            shifts=tuple(
-                (place[0], place[0] - new[0])
-                for place, new in zip(planned, ranges, strict=True)
-                if place[0] < place[1]
-            ),
-            wire=wire,
-            slot=torch.zeros(stop - start, dtype=summed_in, device=param.device),
-            # A backend sums in the dtype of the wire. If that is narrower than the slot's, this
-            # rank adds up what the others send, as the documentation promises.
-            has_equal_slots=plan.has_equal_slots(bucket)
-            and rank_group.is_native(param.device)
-            and wire.itemsize >= summed_in.itemsize,
-            at_once=at_once,
-            passage=ReduceRoutes.of(rank_group.rank, rank_group.hosts, lent, sent),
-        )
-
-    @property
-    def sums(self) -> torch.Tensor:
-        """An empty tensor of the dtype in which the sum of a host travels."""
-        return self.wire.to(sum_dtype(self.wire.dtype, self.slot.dtype))
-
-    @property
-    def _wide_sums(self) -> frozenset[int]:
-        """The senders whose messages have another dtype than the wire."""
-        return self.passage.summed if self.sums.dtype != self.wire.dtype else frozenset()
-
-    @property
-    def room(self) -> int:
-        """Elements of staging for what comes from the other ranks in the dtype of the wire."""
-        mine, world = self.slot.numel(), len(self.ranges)
-        if self.at_once and world > 1:
-            return mine if self.has_equal_slots else mine * world
-        return mine * (len(self.passage.senders) - len(self._wide_sums))
-
-    @property
-    def room_for_sums(self) -> int:
-        """The same for sums of other hosts that are wider than the wire."""
-        return self.slot.numel() * len(self._wide_sums)
-
-    @property
-    def relayed_numel(self) -> int:
-        """Elements of staging for sums of this host that are wider than the wire."""
-        if self.sums.dtype == self.wire.dtype:
-            return 0
-        ranges = [self.ranges[owner] for owner in self.passage.carried]
-        return sum(stop - start for start, stop in ranges)
-
-    def demand(self, staging: LaneStaging) -> None:
-        """Announce what ``reserve`` will take."""
-        staging.outgoing.demand(self.bucket, self.numel, self.wire)
-        staging.incoming.demand(self.bucket, self.room, self.wire)
-        staging.incoming_sums.demand(self.bucket, self.room_for_sums, self.sums)
-        staging.relayed.demand(self.bucket, self.relayed_numel, self.sums)
-
-    def reserve(self, staging: LaneStaging) -> Reserved:
-        """Allocate staging, for which demands were made before. May fail, and changes nothing."""
-        return Reserved(
-            staging.outgoing.reserve(self.bucket, self.numel, self.wire),
-            staging.incoming.reserve(self.bucket, self.room, self.wire),
-            staging.incoming_sums.reserve(self.bucket, self.room_for_sums, self.sums),
-            staging.relayed.reserve(self.bucket, self.relayed_numel, self.sums),
-        )
-
-    def settle(self, plan: Plan, params: Sequence[torch.Tensor], staging: LaneStaging) -> None:
-        """Take staging, for which demands were made before."""
-        self.outgoing, self.incoming, self.incoming_sums, self.relayed = self.reserve(staging)
-        self.memory = staging.outgoing.lender(self.bucket, self.wire)
-        segments = map(self._in_staging, plan.segments(self.bucket))
-        self.places = tuple(_places(segments, params, self.outgoing))
-
-    def _in_staging(self, segment: Segment) -> Segment:
-        """The segment at its place in the staging."""
-        at = bisect.bisect_right(self.shifts, segment.offset, key=itemgetter(0)) - 1
-        shift = self.shifts[max(at, 0)][1] if self.shifts else 0
-        # A parameter without elements may lie before the first part.
-        return replace(segment, offset=max(segment.offset - shift, 0)) if shift else segment
-
-    def leaves_through_memory_of(self, other: GradBucket) -> bool:
-        return _are_in_one_place(self.outgoing, other.outgoing)
-
-    def shares_staging_with(self, other: GradBucket) -> bool:
-        """Whether they cannot be under way together."""
-        return self.leaves_through_memory_of(other) or any(
-            _are_in_one_place(mine, theirs)
-            for mine, theirs in (
-                (self.incoming, other.incoming),
-                (self.incoming_sums, other.incoming_sums),
-                (self.relayed, other.relayed),
-            )
-        )
-
-    def arriving(self) -> dict[int, torch.Tensor]:
-        """Where the message of each sender is received."""
-        each, wide = self.slot.numel(), self._wide_sums
-        found, used, used_by_sums = {}, 0, 0
-        # An exchange at once has a place for every rank, this one included.
-        senders = range(len(self.ranges)) if self.at_once else self.passage.senders
-        for sender in senders:
-            if sender in wide:
-                found[sender] = self.incoming_sums[used_by_sums : used_by_sums + each]
-                used_by_sums += each
-            else:
-                found[sender] = self.incoming[used : used + each]
-                used += each
-        return found
+        sent_in = reduce_dtype if param.is_floating_point() else None  # complex ones stay so
+        # An empty tensor of the dtype and the device in which it travels.
+        self.wire = torch.empty(0, dtype=sent_in or grad_dtype(param), device=param.device)
+        start, stop = layout.range(rank)
+        held_in = gradient_dtype(param, master_dtype)
+        held = torch.zeros(stop - start, dtype=held_in, device=param.device)
+        self.slot = GradientSlot(held)
 
     def view(self, shard: Shard, param: torch.Tensor, is_cut: bool) -> torch.Tensor:
-        """The gradient of a piece of this rank, in the form of the inner optimizer's tensor."""
+        """The gradient of a shard of this rank, in the form of the inner optimizer's tensor."""
+        held = self.slot.tensor
         if not shard.numel:
-            return torch.zeros(param.shape, dtype=self.slot.dtype, device=param.device)
-        flat = self.slot.narrow(0, shard.offset - self.first, shard.numel)
+            return torch.zeros(param.shape, dtype=held.dtype, device=param.device)
+        flat = held.narrow(0, self.layout.offset_of(shard), shard.numel)
         return flat if is_cut else _in_form_of(param, flat)
 
     def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
         """Every gradient to its place, times ``share``; zeros where there is none."""
-        for place in self.places:
-            place.fill(gradients, share)
-
-    def parts_in_order(self) -> tuple[torch.Tensor, list[int]]:
-        """The outgoing parts in the order of their owners as one run, and how long each is. For an
-        exchange at once."""
-        sizes = [stop - start for start, stop in self.ranges]
-        return self.outgoing[: sum(sizes)], sizes
-
-    def part_for(self, owner: int, bucket: torch.Tensor) -> torch.Tensor:
-        """What belongs to an owner in anybody's staging of the bucket."""
-        start, stop = self.ranges[owner]
-        return bucket[start:stop]
-
-    def relayed_for(self, owner: int) -> torch.Tensor:
-        """Where the sum of this host for an owner on another one is made: in place of what this
-        rank contributes, or beside it if the sum is wider."""
-        if self.sums.dtype == self.wire.dtype:
-            return self.part_for(owner, self.outgoing)
-        at = 0
-        for each in self.passage.carried:
-            start, stop = self.ranges[each]
-            if each == owner:
-                return self.relayed[at : at + stop - start]
-            at += stop - start
-        raise AssertionError(f"nothing is relayed to rank {owner}")
-
-    def add_up_for(self, owner: int, buckets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What this host contributes to what an owner on another one owns: the sum over its ranks,
-        in ``relayed_for(owner)``. ``buckets``: their staging, in their order."""
-        total = self.relayed_for(owner)
-        contributions = [self.part_for(owner, bucket) for bucket in buckets]
-        for start in range(0, total.numel(), _FITS_THE_CACHE):
-            parts = [each[start : start + _FITS_THE_CACHE] for each in contributions]
-            target = total[start : start + _FITS_THE_CACHE]
-            if target.dtype != self.wire.dtype:
-                target.copy_(parts[0])
-                for part in parts[1:]:
-                    target.add_(part)
-            elif len(parts) == 2 and target.dtype.itemsize >= _WIDE:
-                torch.add(*parts, out=target)
-            else:  # this rank's own is one of them, and narrow ones are rounded once
-                wide = parts[0].to(_summed_in(target.dtype), copy=True)
-                for part in parts[1:]:
-                    wide.add_(part)
-                target.copy_(wide)
-        return total
-
-    def add(self, contributions: Sequence[torch.Tensor]) -> None:
-        """Add what was contributed, in this order, to what is held."""
-        numel = self.slot.numel()
-        in_runs = len(contributions) > 2 and self.slot.device.type == "cpu"
-        run = _FITS_THE_CACHE if in_runs else max(numel, 1)
-        for start in range(0, numel, run):
-            parts = [each[start : start + run] for each in contributions]
-            _add_run(self.slot[start : start + run], self.holds, *parts)
-        self.holds = True
+        for each in self.fills:
+            each.fill(gradients, share)
 
 
-def sum_dtype(wire: torch.dtype, slot: torch.dtype) -> torch.dtype:
-    """The dtype in which the sum of the contributions of a host travels. That of the slot, so that
-    the sum is not rounded on its way; but never wider than two contributions together.
-
-    >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.bfloat16, torch.bfloat16)
-    (torch.float32, torch.bfloat16)
-    >>> sum_dtype(torch.bfloat16, torch.float64)
-    torch.float32
-    """
-    if slot.itemsize <= wire.itemsize:
-        return wire
-    widest = 2 * wire.itemsize
-    if slot.itemsize <= widest:
-        return slot
-    return torch.float32 if widest == torch.float32.itemsize else wire
-
-
-def _without_gaps(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of the same lengths, each from where the one before ends: between the parts of two
-    ranks, parameters without elements take a place in the plan.
-
-    >>> _without_gaps([(1, 4), (0, 0), (6, 8)])
-    [(0, 3), (3, 3), (3, 5)]
-    """
-    edges = accumulate((stop - start for start, stop in ranges), initial=0)
-    return list(pairwise(edges))
-
-
-def _summed_in(wire: torch.dtype) -> torch.dtype:
-    return wire if wire.itemsize >= _WIDE else torch.promote_types(wire, torch.float32)
-
-
-def _places(
+def _fills(
     segments: Iterable[Segment], params: Sequence[torch.Tensor], staging: torch.Tensor
 ) -> Iterator[GradientFill | SmallGradients]:
     """Where the gradients of a bucket go in its staging, in their order."""
@@ -415,23 +178,6 @@ def _is_stored_as_it_is_read(param: torch.Tensor) -> bool:
     return param.is_contiguous() or not is_dense(param)
 
 
-def _are_in_one_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.numel()) and a.data_ptr() == b.data_ptr()
-
-
-def _add_run(slot: torch.Tensor, holds: bool, first: torch.Tensor, *others: torch.Tensor) -> None:
-    if others and not holds and first.dtype == slot.dtype:
-        torch.add(first, others[0], out=slot)
-        for other in others[1:]:
-            slot.add_(other)
-        return
-    # Narrow numbers on the wire are summed in the wider ones of the gradient.
-    total = first.to(torch.promote_types(first.dtype, slot.dtype))
-    for other in others:
-        total.add_(other)
-    slot.add_(total) if holds else slot.copy_(total)
-
-
 def _in_form_of(param: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """A run of as many elements, in the shape and the storage order of a parameter."""
     if not is_dense(param):
@@ -442,291 +188,37 @@ def _in_form_of(param: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 _grad, _layout, _stride = attrgetter("grad"), attrgetter("layout"), torch.Tensor.stride
 
 
-def forms_of(params: Sequence[torch.Tensor]) -> list[Any]:
-    """All of the parameters that a roadway depends on."""
-    return one_of_each((param.shape, param.stride(), param.dtype, param.device) for param in params)
+class _Staging:
+    """The memory through which the gradients of all buckets pass."""
+
+    def __init__(self) -> None:
+        self.send, self.receive, self.sums = StagingPool(), StagingPool(), StagingPool()
+
+    def nbytes(self) -> int:
+        return self.send.nbytes() + self.receive.nbytes() + self.sums.nbytes()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GradBuckets:
-    """A lane for each bucket; without any, as long as there is no plan to follow."""
+class _Prepared(NamedTuple):
+    """What follows from a plan: replaced as a whole, or not at all."""
 
     plan: Plan
     params: Sequence[torch.Tensor] = ()
-    forms: list[Any] = field(default_factory=list)  # of the parameters
-    lanes: Sequence[GradBucket] = ()
-    lanes_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # of what is planned
+    forms: Sequence[Any] = []  # all of the parameters that this depends on
+    buckets: Sequence[GradBucket] = ()
+    buckets_of: Mapping[int, tuple[int, ...]] = {}  # by planned parameter
     are_dense: Sequence[bool] = ()  # by parameter
-    # For each piece of this rank in a bucket: its parameter, and where its gradient is.
+    # For each shard of this rank in a bucket: its parameter, and where its gradient is.
     views: Sequence[Sequence[tuple[int, torch.Tensor]]] = ()
-    staging: LaneStaging = field(default_factory=lambda: LaneStaging.of_depth(IN_FLIGHT))
-
-    @classmethod
-    def build(
-        cls,
-        plan: Plan,
-        params: Sequence[torch.Tensor],
-        rank_group: RankGroup,
-        dtypes: tuple[torch.dtype | None, torch.dtype | None],
-        kept: Sequence[GradBucket] = (),
-    ) -> GradBuckets:
-        """``kept``: lanes of the first buckets, which go on, as before if memory is lacking.
-        ``dtypes``: in which gradients travel, and of the master."""
-        new = range(len(kept), len(plan.buckets))
-        lanes = [
-            *kept,
-            *(GradBucket.of(plan, bucket, params, rank_group, *dtypes) for bucket in new),
-        ]
-        rank_group.local_ranks.forget()
-        staging = LaneStaging.of_depth(IN_FLIGHT, _outgoing_staging(rank_group))
-        for lane in lanes:
-            lane.demand(staging)
-        for lane in lanes:  # may fail: nothing has been changed yet
-            lane.reserve(staging)
-        lanes_of: dict[int, tuple[int, ...]] = {}
-        for number, lane in enumerate(lanes):
-            lane.settle(plan, params, staging)
-            alone = (number,)  # the same for nearly all
-            for index in lane.params:
-                lanes_of[index] = (*lanes_of[index], number) if index in lanes_of else alone
-        return cls(
-            plan,
-            params,
-            forms_of(params),
-            lanes,
-            lanes_of,
-            are_dense=list(map(is_dense, params)),
-            views=[_views_in(lane, plan, params, rank_group.rank) for lane in lanes],
-            staging=staging,
-        )
-
-    def laid_out(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients by parameter, each in the order in which the parameter is stored."""
-        found, forms = gradients.values(), self.forms
-        if (  # nearly always, and there may be thousands
-            all(map(is_, map(_layout, found), repeat(torch.strided)))
-            and list(map(_stride, found)) == [forms[index][1] for index in gradients]
-            and all(map(self.are_dense.__getitem__, gradients))
-        ):
-            return gradients
-        return {index: self._laid_out(index, grad) for index, grad in gradients.items()}
-
-    def _laid_out(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"parameter {index} has a sparse gradient, which cannot be reduced in attached "
-                "mode: use sparse=False, or leave out attach(...)"
-            )
-        param, grad = self.params[index], grad.detach()
-        return in_layout_of(param, grad) if self.are_dense[index] else grad.contiguous()
-
-    def not_reduced(self) -> list[int]:
-        """The planned parameters that have a gradient of this rank alone."""
-        gradients = list(map(_grad, self.params))
-        if all(map(is_, gradients, repeat(None))):  # nearly always, and there may be thousands
-            return []
-        return [index for index in self.lanes_of if gradients[index] is not None]
-
-    def lendable(self, bucket: int, dtype: torch.dtype) -> Lendable | None:
-        """The memory through which the gradients of a bucket leave, for the gatherer."""
-        lane = self.lanes[bucket]
-        if lane.memory is None or lane.wire.dtype != dtype:
-            return None
-        return Lendable(lane.memory, lane.outgoing)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Memory of this rank's gradients."""
-        return sum(lane.slot.nbytes for lane in self.lanes)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Memory that buckets pass through; it is kept between the steps."""
-        return self.staging.nbytes()
+    staging: _Staging = _Staging()
 
 
-def _outgoing_staging(rank_group: RankGroup) -> StagingPool:
-    if not rank_group.local_ranks:
-        return StagingPool(IN_FLIGHT)
-    return StagingPool(SHARED_BUFFERS, rank_group.memory_to_lend)
-
-
-def _views_in(
-    lane: GradBucket, plan: Plan, params: Sequence[torch.Tensor], rank: int
-) -> list[tuple[int, torch.Tensor]]:
-    return [
-        (p.param, lane.view(p, params[p.param], p.param in plan.cut_params))
-        for p in plan.shards_in(lane.bucket, rank)
-    ]
-
-
-# Tags are apart from those of the gathers and of other attachments: ranks on which one backward
-# reaches several attached modules may launch their buckets in different orders.
-_TAGS_EACH, _ATTACHMENTS = GATHER_TAGS, 4000
-
-
-@dataclass(slots=True)
-class ReduceInFlight:
-    """A bucket on its way."""
-
-    lane: GradBucket
-    # Of all ranks, or of whole hosts, in the order in which they are added up; or the sum alone.
-    contributions: Sequence[torch.Tensor | SharedRead]
-    pending: Handle
-    shared_reads: Sequence[SharedRead] = ()  # what neighbours lend
-
-    def read(self) -> list[torch.Tensor]:
-        """The contributions, once they are here."""
-        return [self._mine(c) if isinstance(c, SharedRead) else c for c in self.contributions]
-
-    def _mine(self, shared_read: SharedRead) -> torch.Tensor:
-        return self.lane.part_for(
-            shared_read.local_ranks.rank, shared_read.tensor(self.lane.wire.dtype)
-        )
-
-    def give_back(self) -> None:
-        """What neighbours have lent is no longer needed."""
-        for shared_read in self.shared_reads:
-            shared_read.give_back()
-
-
-class ReduceScatterQueue:
-    """Those that are under way, the first first."""
-
-    def __init__(self, rank_group: RankGroup) -> None:
-        self._rank_group = rank_group
-        self._tags_from = _TAGS_EACH * (1 + rank_group.monitor.attachments % _ATTACHMENTS)
-        self._under_way: deque[ReduceInFlight] = deque()
-        self.left = 0  # buckets, since construction
-        self._carrier: BackgroundThread | None = None  # as long as there is nothing to carry
-
-    def __bool__(self) -> bool:
-        return bool(self._under_way)
-
-    def launch(self, lane: GradBucket, gradients: Mapping[int, torch.Tensor], share: float) -> None:
-        """Let a bucket leave, with gradients by parameter and zeros for those that are missing."""
-        while len(self._under_way) >= IN_FLIGHT or any(
-            flight.lane.shares_staging_with(lane) for flight in self._under_way
-        ):
-            self.land()
-        with self._rank_group.counters.launching(Phase.REDUCE_SCATTER, lane.bucket):
-            if lane.memory is not None:  # maybe lent by another lane, also if this one only sends
-                self._rank_group.wait_until_read(lane.memory)
-            lane.fill(gradients, share)
-            with self._rank_group.monitor.or_give_up("sending gradients"):
-                self._under_way.append(self._send(lane))
-                self.left += 1
-
-    def _send(self, lane: GradBucket) -> ReduceInFlight:
-        rank_group, passage = self._rank_group, lane.passage
-        rank = rank_group.rank
-        if rank_group.world_size == 1:
-            return ReduceInFlight(lane, [lane.outgoing], rank_group.nothing())
-        if lane.has_equal_slots:
-            pending = rank_group.reduce_slots(lane.outgoing, lane.incoming)
-            return ReduceInFlight(lane, [lane.incoming], pending)
-        received = lane.arriving()
-        shared_reads: Sequence[SharedRead] = ()
-        if lane.at_once:
-            outgoing, sizes = lane.parts_in_order()
-            pending = rank_group.exchange_parts(outgoing, sizes, lane.incoming)
-        else:
-            shared_reads, pending = self._send_one_by_one(lane, received)
-        # Of a neighbour that sends its part, what it lends is carried elsewhere.
-        of_rank: dict[int, torch.Tensor | SharedRead] = {
-            shared_read.lender: shared_read for shared_read in shared_reads
-        }
-        of_rank |= {**received, rank: lane.part_for(rank, lane.outgoing)}
-        contributions = [of_rank[contributor] for contributor in passage.contributors]
-        return ReduceInFlight(lane, contributions, pending, shared_reads)
-
-    def _send_one_by_one(
-        self, lane: GradBucket, received: Mapping[int, torch.Tensor]
-    ) -> tuple[list[SharedRead], Handle]:
-        rank_group, passage, tag = self._rank_group, lane.passage, self._tag(lane)
-        shared_reads, borrowing = rank_group.borrow(passage.lenders, tag)
-        if passage.readers:
-            assert lane.memory is not None
-            read = [
-                lane.part_for(owner, lane.outgoing)
-                for owners in passage.read_by.values()
-                for owner in owners
-            ]
-            rank_group.lend(lane.memory, dict.fromkeys(passage.readers, lane.outgoing), tag, read)
-        works = [borrowing]
-        works += [rank_group.receive(part, sender, tag) for sender, part in received.items()]
-        for owner in passage.direct:
-            works.append(rank_group.send(lane.part_for(owner, lane.outgoing), owner, tag))
-        if passage.carried:
-            works.append(self._carry(lane, shared_reads))
-        return shared_reads, Handle.together(works)
-
-    def _tag(self, lane: GradBucket) -> int:
-        return self._tags_from + lane.bucket
-
-    def _carry(self, lane: GradBucket, shared_reads: Sequence[SharedRead]) -> Handle:
-        """Add up what neighbours contribute for other hosts, and send it there, once it is here."""
-        rank, dtype = self._rank_group.rank, lane.wire.dtype
-
-        def sums() -> Iterator[torch.Tensor]:
-            staging = {
-                shared_read.lender: shared_read.tensor(dtype) for shared_read in shared_reads
-            }
-            staging[rank] = lane.outgoing
-            in_order = [staging[each] for each in sorted(staging)]
-            return (lane.add_up_for(owner, in_order) for owner in lane.passage.carried)
-
-        if self._carrier is None:
-            self._carrier = BackgroundThread.of(self)
-        parts = {owner: lane.relayed_for(owner) for owner in lane.passage.carried}
-        return self._rank_group.send_later(
-            parts, sums, shared_reads, self._tag(lane), self._carrier
-        )
-
-    def land(self) -> None:
-        """Wait for the bucket that left first, and add it to what this rank holds."""
-        flight = self._under_way[0]
-        with self._rank_group.counters.waiting(Phase.REDUCE_SCATTER, flight.lane.bucket):
-            flight.pending.wait()
-            # Added up in part, or without being crossed off, it could not be added up again.
-            with self._rank_group.monitor.or_give_up("adding up gradients"):
-                flight.lane.add(flight.read())
-                flight.give_back()
-                self._under_way.popleft()
-
-    def land_all(self) -> None:
-        while self._under_way:
-            self.land()
-
-    def land_bucket(self, bucket: int) -> None:
-        """Until this one is here; those that left after it may still be on their way."""
-        while any(flight.lane.bucket == bucket for flight in self._under_way):
-            self.land()
-
-    def make_free(self, lane: GradBucket) -> None:
-        """Until nothing is under way that leaves through the memory of this lane: what this rank
-        itself contributes is in it until it is added up."""
-        while any(flight.lane.leaves_through_memory_of(lane) for flight in self._under_way):
-            self.land()
-
-    def turn_away(self) -> None:
-        """Wait for all, and add up none: what was lent is given back."""
-        while self._under_way:
-            self._under_way[0].pending.wait()
-            self._under_way[0].give_back()
-            self._under_way.popleft()
-
-    def forget(self) -> None:
-        """Without waiting: when there is no group any more, nothing will arrive."""
-        self._under_way.clear()
-
-
+_ATTACHMENTS = 4000  # with tags of their own
 # Backwards are counted modulo this, so that a byte will do: no rank is that far behind another.
 _CYCLE = 101
 
 
 class BackwardOutcome(NamedTuple):
-    """What the ranks have said, all together."""
+    """How the last backward has ended on all ranks together."""
 
     present: set[int]  # parameters that had a gradient
     again: list[int]  # buckets that need a second round
@@ -736,7 +228,7 @@ class BackwardOutcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsedParameters:
-    """What all ranks say, on its way."""
+    """A bitmap of the parameters that had a gradient on any rank, in flight."""
 
     # One for each parameter, for each bucket, for each rank, and two for the number of backwards.
     marks: torch.Tensor
@@ -745,7 +237,7 @@ class UsedParameters:
     pending: Handle
 
     @classmethod
-    def ask(
+    def post(
         cls,
         rank_group: RankGroup,
         *,
@@ -797,7 +289,7 @@ class _Backward:
     keeps_back: bool = False  # no bucket leaves before backward has ended
     taken: set[int] = field(default_factory=set)  # whose gradients came from ``param.grad``
     held: dict[int, torch.Tensor] = field(default_factory=dict)
-    origin: int = 0  # ``ReduceScatterQueue.left`` when the first bucket had not left: see ``_next``
+    origin: int = 0  # ``BucketQueue.launched`` before its first bucket: see ``_next``
     launcher: int | None = None  # the thread that launches the next bucket
     is_closed: bool = False  # no thread may launch a bucket any more: it is given up
 
@@ -814,24 +306,33 @@ class GradientReducer:
         """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
         self._rank_group = rank_group
         self._dtypes = reduce_dtype, master_dtype
+        self._comms: dict[torch.device, Comm] = {}
+        # Apart from all-gathers and other attachments: ranks on which one backward reaches several
+        # attached modules may launch their buckets in different orders.
+        self._first_tag = GATHER_TAGS * (1 + rank_group.monitor.attachments % _ATTACHMENTS)
         # Gradients of backwards inside no_sync(), by parameter, in the dtype of the master copy.
         self._accumulated: dict[int, torch.Tensor] = {}
-        self.roadway = GradBuckets(Plan(rank_group.world_size, 1))  # which nothing takes yet
-        self._flights = ReduceScatterQueue(rank_group)
-        self._phase: _Backward | None = None
-        self._lock = threading.Lock()  # of the phase
+        self._prepared = _Prepared(Plan(rank_group.world_size, 1))  # of no parameter yet
+        self._queue = BucketQueue(
+            rank_group, Phase.REDUCE_SCATTER, GradPhase.REDUCING, GradPhase.HELD
+        )
+        self._backward: _Backward | None = None
+        self._lock = threading.Lock()  # of the backward
         self._launched = threading.Condition(self._lock)  # a launch is over
-        self._verdict: UsedParameters | None = None
+        self._used: UsedParameters | None = None
         self._late: dict[int, torch.Tensor] = {}
         self._present: set[int] = set()
         self.when_dropped: Callable[[], None] = do_nothing  # because a backward was given up
         self.backwards = 0  # since the gradients were used up or dropped
         self.share = 1 / rank_group.world_size  # what a rank's gradient counts in the average
 
+    # ------------------------------------------------------------------ preparing
+
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """Follow a plan. What is held stays, if the plan only grew. If there is too little memory,
-        the one before goes on."""
-        before, forms = self.roadway, forms_of(params)
+        all is as before."""
+        before = self._prepared
+        forms = one_of_each((p.shape, p.stride(), p.dtype, p.device) for p in params)
         if plan is before.plan and forms == before.forms:  # no more than addresses have changed
             return
         are_others = forms[: len(before.forms)] != before.forms
@@ -840,33 +341,137 @@ class GradientReducer:
                 "the parameters have been converted since the last backward: call zero_grad() and "
                 "compute the gradients again"
             )
-        kept = before.lanes
+        kept = before.buckets
         if are_others or plan.buckets[: len(kept)] != before.plan.buckets:
             self._drop_averaged()  # what is accumulated depends on no plan
             kept = ()
-        self.roadway = GradBuckets.build(plan, params, self._rank_group, self._dtypes, kept)
+        rank = self._rank_group.rank
+        buckets = [
+            *kept,
+            *(
+                GradBucket(BucketLayout(plan, number), params, rank, *self._dtypes)
+                for number in range(len(kept), len(plan.buckets))
+            ),
+        ]
+        comms = [self._comm_for(bucket.wire.device) for bucket in buckets]
+        self.release_unused()
+        staging = _Staging()
+        ops = self._operations(plan, buckets, comms, staging)  # may fail: nothing has changed yet
+        buckets_of: dict[int, tuple[int, ...]] = {}
+        for bucket, (send, op) in zip(buckets, ops, strict=True):
+            bucket.send, bucket.op = send, op
+            bucket.fills = tuple(_fills(bucket.layout.segments(), params, send.tensor))
+            alone = (bucket.number,)  # the same for nearly all
+            for index in bucket.params:
+                buckets_of[index] = (
+                    (*buckets_of[index], bucket.number) if index in buckets_of else alone
+                )
+        views = [
+            [
+                (
+                    shard.param,
+                    bucket.view(shard, params[shard.param], shard.param in plan.cut_params),
+                )
+                for shard in plan.shards_in(bucket.number, rank)
+            ]
+            for bucket in buckets
+        ]
+        dense = list(map(is_dense, params))
+        self._prepared = _Prepared(plan, params, forms, buckets, buckets_of, dense, views, staging)
 
-    def lendable(self, bucket: int, dtype: torch.dtype) -> Lendable | None:
-        """The memory through which the gradients of a bucket leave, for the gatherer."""
-        return self.roadway.lendable(bucket, dtype)
+    def _comm_for(self, device: torch.device) -> Comm:
+        if device not in self._comms:
+            self._comms[device] = make_comm(self._rank_group, device)
+        return self._comms[device]
 
-    @torch.no_grad()
-    def make_free(self, bucket: int) -> None:
-        """Add up whatever leaves through the memory of this bucket: what this rank itself
-        contributes is in it until then."""
-        self._flights.make_free(self.roadway.lanes[bucket])
+    def _operations(
+        self,
+        plan: Plan,
+        buckets: Sequence[GradBucket],
+        comms: Sequence[Comm],
+        staging: _Staging,
+    ) -> list[tuple[Buffer, Collective]]:
+        """Staging and the reduce-scatter of each bucket."""
+        turns, wide = [], []
+        for bucket, comm in zip(buckets, comms, strict=True):
+            number, wire, held = bucket.number, bucket.wire, bucket.slot.tensor.dtype
+            turns.append((number % (IN_FLIGHT + comm.spare_buffers), number % IN_FLIGHT))
+            wide.append(wire.to(sum_dtype(wire.dtype, held)))
+            sizes = wire.itemsize, held.itemsize, wide[-1].dtype != wire.dtype
+            needed = reduce_scatter_staging(plan, number, self._rank_group.rank, comm.links, *sizes)
+            staging.send.demand(turns[-1][0], bucket.layout.numel, wire)
+            staging.receive.demand(turns[-1][1], needed.received, wire)
+            staging.sums.demand(turns[-1][1], needed.sums, wide[-1])
+        found = []
+        for bucket, comm, (send_turn, turn), sums in zip(buckets, comms, turns, wide, strict=True):
+            buffers = ReduceBuffers(
+                staging.send.reserve(send_turn, bucket.wire, comm.allocate),
+                staging.receive.reserve(turn, bucket.wire, Buffer.allocate),
+                staging.sums.reserve(turn, sums, Buffer.allocate),
+            )
+            tag = self._first_tag + bucket.number
+            op = comm.reduce_scatter(bucket.layout, buffers, bucket.slot, tag)
+            found.append((buffers.send, op))
+        return found
+
+    def release_unused(self) -> None:
+        """Let go of memory that belonged to the staging before."""
+        for comm in self._comms.values():
+            comm.release_unused()
+
+    def send_buffer(self, bucket: int, dtype: torch.dtype) -> Buffer | None:
+        """The memory from which a bucket is sent, for its all-gather, if that is of this dtype."""
+        found = self._prepared.buckets[bucket]
+        return found.send if found.wire.dtype == dtype else None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of this rank's gradients."""
+        return sum(bucket.slot.tensor.nbytes for bucket in self._prepared.buckets)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that buckets pass through; it is kept between the steps."""
+        return self._prepared.staging.nbytes()
+
+    def laid_out(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients by parameter, each in the order in which the parameter is stored."""
+        found, forms = gradients.values(), self._prepared.forms
+        if (  # nearly always, and there may be thousands
+            all(map(is_, map(_layout, found), repeat(torch.strided)))
+            and list(map(_stride, found)) == [forms[index][1] for index in gradients]
+            and all(map(self._prepared.are_dense.__getitem__, gradients))
+        ):
+            return gradients
+        return {index: self._laid_out(index, grad) for index, grad in gradients.items()}
+
+    def _laid_out(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"parameter {index} has a sparse gradient, which cannot be reduced in attached "
+                "mode: use sparse=False, or leave out attach(...)"
+            )
+        param, grad = self._prepared.params[index], grad.detach()
+        return in_layout_of(param, grad) if self._prepared.are_dense[index] else grad.contiguous()
+
+    def left_in_params(self) -> list[int]:
+        """The planned parameters with a gradient in ``param.grad``: of this rank alone."""
+        gradients = list(map(_grad, self._prepared.params))
+        if all(map(is_, gradients, repeat(None))):  # nearly always, and there may be thousands
+            return []
+        return [index for index in self._prepared.buckets_of if gradients[index] is not None]
 
     # ------------------------------------------------------------------ backward
 
     @property
     def is_active(self) -> bool:
         """Whether a backward is under way."""
-        return self._phase is not None
+        return self._backward is not None
 
     @property
     def keeps_back(self) -> bool:
         """Whether in the backward that is under way no bucket leaves before its end."""
-        return self._phase is not None and self._phase.keeps_back
+        return self._backward is not None and self._backward.keeps_back
 
     @property
     def accumulates(self) -> bool:
@@ -896,17 +501,17 @@ class GradientReducer:
 
     def not_reduced(self) -> list[int]:
         """The planned parameters that have a gradient of this rank alone."""
-        found = self.roadway.not_reduced()
+        found = self.left_in_params()
         if not self._accumulated:  # nearly always
             return found
-        accumulated = self._accumulated.keys() & self.roadway.lanes_of.keys()
+        accumulated = self._accumulated.keys() & self._prepared.buckets_of.keys()
         return sorted(accumulated.union(found))
 
     def catch_up(self, first: int) -> None:
         """Reduce the buckets from ``first`` on, which are new, from ``param.grad``."""
         self.begin()
-        assert self._phase is not None
-        self._phase.origin -= first
+        assert self._backward is not None
+        self._backward.origin -= first
         self.backwards -= 1  # no backward of the user's
         self.end()
 
@@ -914,89 +519,96 @@ class GradientReducer:
         """A backward has begun, on all ranks; ``keeps_back``: no bucket leaves before its end."""
         self.judge()
         self.backwards += 1
-        lanes, lanes_of = self.roadway.lanes, self.roadway.lanes_of
-        missing, expected = [len(lane.params) for lane in lanes], dict(lanes_of)
-        trainable = list(map(attrgetter("requires_grad"), self.roadway.params))
+        buckets, buckets_of = self._prepared.buckets, self._prepared.buckets_of
+        missing, expected = [len(bucket.params) for bucket in buckets], dict(buckets_of)
+        trainable = list(map(attrgetter("requires_grad"), self._prepared.params))
         if not all(trainable):
-            for index in [index for index in lanes_of if not trainable[index]]:
-                for number in lanes_of[index]:
+            for index in [index for index in buckets_of if not trainable[index]]:
+                for number in buckets_of[index]:
                     missing[number] -= 1
                 # No bucket waits for it; a DDP that was made when it was trained still delivers it.
                 expected[index] = ()
-        self._phase = _Backward(missing, expected, keeps_back, origin=self._flights.left)
+        self._backward = _Backward(missing, expected, keeps_back, origin=self._queue.launched)
 
     def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
         """The gradient of a parameter is there: given, or in ``param.grad``.
 
         To be called for thousands of parameters in every backward.
         """
-        phase = self._phase
-        assert phase is not None
+        backward = self._backward
+        assert backward is not None
         # Nobody expects what comes a second time, nor what was unfrozen and is not planned yet,
         # which stays in ``param.grad``: see ``catch_up``.
         completes = False
         with self._lock:
-            numbers = phase.expected.pop(index, None)
+            numbers = backward.expected.pop(index, None)
             if numbers is None:
                 return
             if grad is not None:
-                phase.held[index] = grad
-            missing = phase.missing
+                backward.held[index] = grad
+            missing = backward.missing
             for number in numbers:
                 left = missing[number] = missing[number] - 1
                 if not left:
                     completes = True
-        if completes and not phase.keeps_back:
-            self._depart_all(phase, self.roadway.params[index].device)
+        if completes and not backward.keeps_back:
+            self._launch_next(backward, self._prepared.params[index].device)
 
-    def _next(self, phase: _Backward) -> int:
-        """The first bucket that has not left. Why counted by ``ReduceScatterQueue``, in the same
-        step in which a bucket leaves: an interrupt before or after a launch must not change what
-        is next."""
-        return self._flights.left - phase.origin
+    def _launch(self, bucket: GradBucket, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Send a bucket, with gradients by parameter and zeros for those that are missing."""
+        self._queue.launch(bucket, functools.partial(bucket.fill, gradients, self.share))
 
-    def _depart_all(self, phase: _Backward, device: torch.device | None = None) -> None:
-        """Let the next buckets leave; ``device``: as long as they are complete and of this device.
+    def _next(self, backward: _Backward) -> int:
+        """The first bucket that has not left. Why counted by the queue, in the same step in which a
+        bucket leaves: an interrupt before or after a launch must not change what is next."""
+        return self._queue.launched - backward.origin
+
+    def _launch_next(self, backward: _Backward, device: torch.device | None = None) -> None:
+        """Launch the next buckets; ``device``: as long as they are complete and on this device.
 
         Returns if another thread launches a bucket: that one goes on with the next.
         """
         while True:
             try:
-                number = self._claim(phase, device)
+                number = self._claim(backward, device)
                 if number is None:
                     return
-                self._depart(phase, number)
+                self._launch_arrived(backward, number)
             finally:
-                self._release(phase)
+                self._release(backward)
 
-    def _claim(self, phase: _Backward, device: torch.device | None) -> int | None:
+    def _claim(self, backward: _Backward, device: torch.device | None) -> int | None:
         """The next bucket, for this thread to launch, if there is one and nobody else launches."""
         with self._lock:
-            number = self._next(phase)
-            if phase.is_closed or phase.launcher is not None or number == len(phase.missing):
-                return None
-            if device is not None and (
-                phase.missing[number] or self.roadway.lanes[number].wire.device != device
+            number = self._next(backward)
+            if (
+                backward.is_closed
+                or backward.launcher is not None
+                or number == len(backward.missing)
             ):
                 return None
-            phase.launcher = threading.get_ident()
+            if device is not None and (
+                backward.missing[number] or self._prepared.buckets[number].wire.device != device
+            ):
+                return None
+            backward.launcher = threading.get_ident()
             return number
 
-    def _release(self, phase: _Backward) -> None:
+    def _release(self, backward: _Backward) -> None:
         """This thread launches nothing now."""
         with self._launched:
-            if phase.launcher == threading.get_ident():
-                phase.launcher = None
+            if backward.launcher == threading.get_ident():
+                backward.launcher = None
                 self._launched.notify_all()
 
-    def _close(self, phase: _Backward) -> None:
+    def _close(self, backward: _Backward) -> None:
         """Let no thread launch a bucket any more, and wait until no other one does."""
         me, monitor = threading.get_ident(), self._rank_group.monitor
         patience = monitor.patience()
         with self._launched:
-            phase.is_closed = True
+            backward.is_closed = True
             # Its own claim is of a launch that was interrupted.
-            is_over = self._launched.wait_for(lambda: phase.launcher in (None, me), patience)
+            is_over = self._launched.wait_for(lambda: backward.launcher in (None, me), patience)
         if not is_over:
             with monitor.or_give_up("waiting for a thread that sends gradients"):
                 raise RuntimeError(
@@ -1009,27 +621,31 @@ class GradientReducer:
     def end(self, present: set[int] | None = None) -> None:
         """Backward has ended, on all ranks. ``present``: the parameters that had a gradient, if
         the feed knows better than we do."""
-        if self._phase is None:
+        if self._backward is None:
             self.begin()
-        phase = self._phase
-        assert phase is not None
-        self._depart_all(phase)
-        if self._next(phase) != len(phase.missing):  # autograd has ended its other threads
-            raise RuntimeError(f"at the end of backward, bucket {self._next(phase)} has not left")
-        lanes_of = self.roadway.lanes_of
+        backward = self._backward
+        assert backward is not None
+        self._launch_next(backward)
+        if self._next(backward) != len(backward.missing):  # autograd has ended its other threads
+            raise RuntimeError(
+                f"at the end of backward, bucket {self._next(backward)} has not left"
+            )
+        buckets_of = self._prepared.buckets_of
         if present is None:
-            self._late = self._leftovers()
-            present = lanes_of.keys() - phase.expected.keys() | self._late.keys()
-        present = present | phase.taken
-        self._phase = None
-        self._say(present, {number for index in self._late for number in lanes_of[index]})
+            self._late = self._late_gradients()
+            present = buckets_of.keys() - backward.expected.keys() | self._late.keys()
+        present = present | backward.taken
+        self._backward = None
+        self._post(present, {number for index in self._late for number in buckets_of[index]})
 
-    def _say(self, present: Collection[int], late: Collection[int], gives_up: bool = False) -> None:
-        """Tell the ranks how backward has ended on this one."""
-        self._verdict = UsedParameters.ask(
+    def _post(
+        self, present: Collection[int], late: Collection[int], gives_up: bool = False
+    ) -> None:
+        """Tell the other ranks how backward has ended on this one."""
+        self._used = UsedParameters.post(
             self._rank_group,
-            params=len(self.roadway.params),
-            buckets=len(self.roadway.lanes),
+            params=len(self._prepared.params),
+            buckets=len(self._prepared.buckets),
             backwards=self.backwards,
             present=present,
             late=late,
@@ -1039,29 +655,29 @@ class GradientReducer:
     @torch.no_grad()
     def give_up(self) -> None:
         """Finish a backward that has raised, with zeros: the other ranks wait for the buckets."""
-        phase = self._phase
-        assert phase is not None
-        self._close(phase)
-        phase.held.clear()
-        for lane in self.roadway.lanes[self._next(phase) :]:
-            self._flights.launch(lane, {}, self.share)
-        self._phase, self._late = None, {}
-        self._say((), (), gives_up=True)
-        for index in self.roadway.not_reduced():
-            self.roadway.params[index].grad = None
+        backward = self._backward
+        assert backward is not None
+        self._close(backward)
+        backward.held.clear()
+        for bucket in self._prepared.buckets[self._next(backward) :]:
+            self._launch(bucket, {})
+        self._backward, self._late = None, {}
+        self._post((), (), gives_up=True)
+        for index in self.left_in_params():
+            self._prepared.params[index].grad = None
         self._accumulated.clear()
 
-    def _leftovers(self) -> dict[int, torch.Tensor]:
+    def _late_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients that came when their bucket had left."""
         return self._take(self.not_reduced())
 
     def _take(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
         """What is in ``param.grad`` of these parameters or was accumulated, and no longer there."""
-        params = self.roadway.params
+        params = self._prepared.params
         if self._accumulated:
             indices = list(indices)
         found = {i: grad for i in indices if (grad := params[i].grad) is not None}
-        found = self.roadway.laid_out(found)
+        found = self.laid_out(found)
         for index in found:
             params[index].grad = None
         if self._accumulated:
@@ -1078,24 +694,24 @@ class GradientReducer:
             if grad is not None:
                 total = total.to(grad.device).add_(grad)
             found[index] = total
-        return self.roadway.laid_out(found)
+        return self.laid_out(found)
 
     @torch.no_grad()
-    def _depart(self, phase: _Backward, number: int) -> None:
-        """Let a bucket leave. Other threads may add to the phase meanwhile, but not what this
+    def _launch_arrived(self, backward: _Backward, number: int) -> None:
+        """Let a bucket leave. Other threads may add to the backward meanwhile, but not what this
         bucket needs: each operation on a dict or a set is one step of the interpreter."""
-        held, lanes_of = phase.held, self.roadway.lanes_of
-        lane = self.roadway.lanes[number]
-        taken = self._take(index for index in lane.params if index not in held)
+        held, buckets_of = backward.held, self._prepared.buckets_of
+        bucket = self._prepared.buckets[number]
+        taken = self._take(index for index in bucket.params if index not in held)
         if self._accumulated:
-            taken.update(self._with_accumulated(lane.params, held))
+            taken.update(self._with_accumulated(bucket.params, held))
         held.update(taken)
-        phase.taken.update(taken)
+        backward.taken.update(taken)
         for index in taken:
-            phase.expected.pop(index, None)
-        self._flights.launch(lane, held, self.share)
-        for index in lane.params:
-            if lanes_of[index][-1] <= lane.bucket:
+            backward.expected.pop(index, None)
+        self._launch(bucket, held)
+        for index in bucket.params:
+            if buckets_of[index][-1] <= bucket.number:
                 held.pop(index, None)  # the last bucket that needs it has it
 
     # ------------------------------------------------------------------ afterwards
@@ -1103,49 +719,51 @@ class GradientReducer:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait until everything that has left is here."""
-        self._flights.land_all()
+        self._queue.wait()
         self.judge()
 
     @torch.no_grad()
     def judge(self) -> None:
-        """Learn what the ranks have said at the end of the last backward, and do what follows. That
-        may be a second round: to be called on all ranks."""
-        if self._verdict is None:
+        """Read how the last backward has ended on all ranks, and do what follows. That may be a
+        second round: to be called on all ranks."""
+        if self._used is None:
             return
-        said = self._verdict.read()
-        if said.gave_up:
+        outcome = self._used.read()
+        if outcome.gave_up:
             self.drop()
             raise GradientsDropped(
                 f"the last backward has not come to its end, because it raised on "
-                f"{name_ranks(said.gave_up)}, and its gradients were dropped on all ranks: call "
+                f"{name_ranks(outcome.gave_up)}, and its gradients were dropped on all ranks: call "
                 "zero_grad() and go on with the next batch"
             )
-        self._verdict = None
-        if not said.equally_often:
+        self._used = None
+        if not outcome.equally_often:
             held = f"with {plural(self.backwards, 'backward')} since the last step or zero_grad()"
             try:
                 same_outcome(self._rank_group, "reducing gradients", lambda: [held])
             except RanksDisagree:
                 self.drop()  # on all ranks: nobody may step with a part of them
                 raise
-        self._present |= said.present
-        again = said.again
+        self._present |= outcome.present
+        again = outcome.again
         late, self._late = self._late, {}
         for number in again:
-            self._flights.launch(self.roadway.lanes[number], late, self.share)
+            self._launch(self._prepared.buckets[number], late)
         if again:
-            self._flights.land_all()
+            self._queue.wait()
 
     def gradients(self) -> list[torch.Tensor | None]:
         """The gradients of this rank's pieces, in the order of the plan, after ``settle``."""
-        return [grad for lane in self.roadway.lanes for grad in self.gradients_in(lane.bucket)]
+        return [
+            grad for bucket in self._prepared.buckets for grad in self.gradients_in(bucket.number)
+        ]
 
     @torch.no_grad()
     def gradients_in(self, bucket: int) -> list[torch.Tensor | None]:
         """The same for one bucket, after ``judge``: the others may still be on their way."""
-        self._flights.land_bucket(bucket)
+        self._queue.wait([bucket])
         present = self._present
-        return [view if index in present else None for index, view in self.roadway.views[bucket]]
+        return [view if index in present else None for index, view in self._prepared.views[bucket]]
 
     @property
     def present(self) -> Collection[int]:
@@ -1155,8 +773,9 @@ class GradientReducer:
     @property
     def holds_anything(self) -> bool:
         """Whether there are gradients that no step has used. The same on all ranks."""
-        held = any(lane.holds for lane in self.roadway.lanes)
-        return held or bool(self._phase or self._flights or self._verdict or self._present)
+        held = any(bucket.slot.holds for bucket in self._prepared.buckets)
+        pending = self._backward or self._queue.in_flight or self._used or self._present
+        return held or bool(pending)
 
     @torch.no_grad()
     def drop(self) -> None:
@@ -1167,13 +786,13 @@ class GradientReducer:
     def _drop_averaged(self) -> None:
         gave_up: list[int] = []
         if self._rank_group.monitor.refusal is None:
-            if self._phase is not None:
+            if self._backward is not None:
                 self.give_up()
-            self._flights.turn_away()
-            if self._verdict is not None:
-                gave_up = self._verdict.read().gave_up
-        self._flights.forget()  # without a group nothing will arrive
-        self._phase, self._verdict, self._late = None, None, {}
+            self._queue.discard()
+            if self._used is not None:
+                gave_up = self._used.read().gave_up
+        self._queue.forget()  # without a group nothing will arrive
+        self._backward, self._used, self._late = None, None, {}
         self.clear()
         if gave_up:
             self.when_dropped()
@@ -1181,10 +800,11 @@ class GradientReducer:
     @torch.no_grad()
     def clear(self) -> None:
         """The gradients are used up."""
-        assert self._verdict is None
+        assert self._used is None
         # A step waits for what it uses only: buckets in which this rank owns nothing are left.
-        self._flights.land_all()
+        self._queue.wait()
         self._present = set()
         self.backwards = 0
-        for lane in self.roadway.lanes:
-            lane.holds = False
+        for bucket in self._prepared.buckets:
+            bucket.slot.holds = False
+            bucket.move_to(GradPhase.EMPTY)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,30 +78,25 @@ def state_bytes(states: Iterable[Any]) -> dict[str, int]:
     return {key: count for key, count in sorted(found.items()) if count}
 
 
-# In bytes: all that is not empty, since a letter costs less than a message through gloo, however
-# short. Tests send a part of what they could lend.
+# Bytes from which a part is shared: all that is not empty, since telling where it is costs less
+# than a message through gloo, however short. Tests share a part of what they could.
 MIN_SHARED_BYTES = 1
-
-
-def is_worth_sharing(numbytes: int) -> bool:
-    return numbytes >= MIN_SHARED_BYTES
-
 
 # Below this, a message of its own costs more than a copy.
 MIN_MESSAGE_BYTES = 64 * 1024
 
 IN_FLIGHT = 3
-# At most, if the waiting is left to others. Each is a file that neighbours read, of which often no
-# more than 1024 may be open, and up to two letters to each of them, of which a box holds 1024.
+# At most, if the waiting is left to the forward. Each is a file that local ranks map, of which
+# often no more than 1024 may be open, and up to two messages to each: a mailbox holds 1024.
 LAZY_IN_FLIGHT = 256
-# Buffers that neighbours read in place: one more than there are gathers in flight, so that a rank
-# that is ahead of them can go on. Gradients have as many.
+# Buffers that local ranks read in place: one more than there are collectives in flight, so that a
+# rank that is ahead of its readers goes on.
 SHARED_BUFFERS = IN_FLIGHT + 1
 
 
 def in_flight_limit(buckets: int, lazy: bool) -> int:
-    """How many gathers may be under way when a step is over."""
-    return min(buckets, LAZY_IN_FLIGHT) if lazy else 0
+    """How many all-gathers may be in flight together."""
+    return max(IN_FLIGHT, min(buckets, LAZY_IN_FLIGHT) if lazy else 0)
 
 
 Label = Hashable
@@ -247,88 +243,96 @@ def _add_segment(
             shards.add(rank, 0 if each else 1)
 
 
+# -------------------------------------------------------------------------- staging
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How buckets travel: by what the backend does best, and what the user asked for."""
+    """How a rank exchanges buckets with the others."""
 
-    native: bool  # collectives of the backend, instead of messages between CPUs as on gloo
-    one_host: bool = False  # gloo: ranks read in one another's memory
-    on_cpu: bool = True  # gloo sends messages only from there: all else it exchanges at once
-    in_place: bool = False  # parameters_as_bucket_view
-    lazily: bool = False  # all gathers may be under way together
-    # Whether the gathers of a stream lend the memory that its gradients have left.
-    lends_anew: Callable[[int], bool] = lambda _: False
-    is_dense: Callable[[int], bool] = lambda _: True  # a parameter, in memory
+    native: bool  # equal slots travel in the backend's collectives
+    messages: bool = False  # ranks send to one another, each when it likes: gloo, on the CPU
+    local_ranks: int = 1  # this one and those that read one another's memory
+    relayed: tuple[int, ...] = ()  # owners on other hosts whose parts this rank passes on
+    other_hosts: int = 0  # each sends a part that is shared on it once
+    summing_hosts: int = 0  # those of them that have several ranks: they send sums
 
 
-class GatherStaging:
-    """Bytes that gathers pass through, by rank."""
-
-    def __init__(self, plan: Plan, ways: Links) -> None:
-        self._copied: dict[_Key, int] = {}  # in bytes, on every rank
-        self._lent: dict[_Key, _RankBytes] = {}
-        if plan.world_size == 1:
-            return
-        together = in_flight_limit(len(plan.buckets), ways.lazily)
-        for turn, bucket in enumerate(plan.buckets):
-            stream = plan.streams[bucket.stream]
-            key = (turn % max(IN_FLIGHT, together), stream.device, stream.dtype)
-            copied = staged_elements(plan, turn, ways) * stream.itemsize
-            self._copied[key] = max(self._copied.get(key, 0), copied)
-            key = (turn % max(SHARED_BUFFERS, together), stream.device, stream.dtype)
-            if ways.one_host and not ways.lends_anew(bucket.stream):
-                lent = self._lent.setdefault(key, _RankBytes())
-                lent.demand_slots(plan, turn, _lent(stream.itemsize))
-
-    def on(self, rank: int) -> int:
-        return sum(self._copied.values()) + sum(b.on_rank(rank) for b in self._lent.values())
+def is_shared(numbytes: int, links: Links) -> bool:
+    """Whether ranks of one host read a part of so many bytes in one another's memory."""
+    return links.messages and numbytes >= MIN_SHARED_BYTES
 
 
-def _lent(itemsize: int) -> Callable[[int], int]:
-    """Bytes of a slot of so many elements, if neighbours are to read it."""
-    return lambda numel: numel * itemsize if is_worth_sharing(numel * itemsize) else 0
+class AllGatherStaging(NamedTuple):
+    """Elements on one rank."""
+
+    packed: int  # what is copied to travel
+    shared: int  # what local ranks read: this rank's own part, and what it passes on
 
 
-def staged_elements(plan: Plan, bucket: int, ways: Links) -> int:
-    """Elements of a bucket that pass through staging when it is gathered."""
+def all_gather_staging(
+    plan: Plan,
+    bucket: int,
+    rank: int,
+    links: Links,
+    flat: bool,
+    is_dense: Callable[[int], bool],
+) -> AllGatherStaging:
+    """What the all-gather of a bucket needs; ``flat``: its parameters live in flat storage."""
+    itemsize = plan.streams[plan.buckets[bucket].stream].itemsize
+    shared = 0
+    if links.local_ranks > 1:
+        for owner in (rank, *links.relayed):
+            start, stop = plan.range_of(bucket, owner)
+            shared += stop - start if is_shared((stop - start) * itemsize, links) else 0
+    return AllGatherStaging(packed_elements(plan, bucket, links, flat, is_dense), shared)
+
+
+def packed_elements(
+    plan: Plan, bucket: int, links: Links, flat: bool, is_dense: Callable[[int], bool]
+) -> int:
+    """Elements of a bucket that are copied when it is gathered: the same on all ranks of a host."""
     b = plan.buckets[bucket]
-    if plan.streams[b.stream].kind is Kind.ELEMENTWISE and ways.native:
+    if plan.streams[b.stream].kind is Kind.ELEMENTWISE and links.native:
         if b.extra:  # slots are padded to the longest
             unit = plan.streams[b.stream].unit
             return (equal_part(plan, bucket) + unit) * plan.world_size
         segments = list(plan.segments(bucket))
         alone = len(segments) == 1 and segments[0].stop - segments[0].start == b.numel
-        return 0 if alone or ways.in_place else b.numel
-    return 0 if ways.in_place else _packed_elements(plan, bucket, ways)
+        return 0 if alone or flat else b.numel
+    return 0 if flat else _packed_in_messages(plan, bucket, links, is_dense)
 
 
-def _packed_elements(plan: Plan, bucket: int, ways: Links) -> int:
-    """Elements in pieces too small for a message of their own."""
+def _packed_in_messages(
+    plan: Plan, bucket: int, links: Links, is_dense: Callable[[int], bool]
+) -> int:
+    """Elements in shards too small for a message of their own."""
     itemsize = plan.streams[plan.buckets[bucket].stream].itemsize
     packed = 0
-    for rank in _owners_of_several(plan, bucket, ways):
+    for rank in _owners_of_several(plan, bucket, is_dense):
         start, stop = plan.range_of(bucket, rank)
-        if ways.one_host and is_worth_sharing((stop - start) * itemsize):
+        if links.local_ranks > 1 and is_shared((stop - start) * itemsize, links):
             continue
         shards = [shard for shard in plan.shards_in(bucket, rank) if shard.numel]
         small = []
         for shard in shards:
             large = len(shards) == 1 or shard.numel * itemsize >= MIN_MESSAGE_BYTES
-            if not (large and ways.is_dense(shard.param)):
+            if not (large and is_dense(shard.param)):
                 small.append(shard)
-        if not (len(small) == 1 and ways.is_dense(small[0].param)):  # alone it needs no packing
+        if not (len(small) == 1 and is_dense(small[0].param)):  # alone it needs no packing
             packed += sum(shard.numel for shard in small)
     return packed
 
 
-def _owners_of_several(plan: Plan, bucket: int, ways: Links) -> set[int]:
-    """The ranks that own more than one piece of a bucket, or one with gaps in its memory."""
-    stream = plan.streams[plan.buckets[bucket].stream]
+def _owners_of_several(plan: Plan, bucket: int, is_dense: Callable[[int], bool]) -> set[int]:
+    """The ranks that own more than one shard of a bucket, or one with gaps in its memory."""
+    b = plan.buckets[bucket]
+    stream = plan.streams[b.stream]
     if stream.kind is Kind.WHOLE:
         owners: dict[int, int] = {}
-        for i, first, last in stream.between(*_ends(plan, bucket)):
+        for i, first, last in stream.between(b.start, b.stop):
             if last > first:
-                gaps = not ways.is_dense(stream.params[i])
+                gaps = not is_dense(stream.params[i])
                 owners[stream.owners[i]] = owners.get(stream.owners[i], 0) + 1 + gaps
         return {rank for rank, count in owners.items() if count > 1}
     found = set()
@@ -341,56 +345,127 @@ def _owners_of_several(plan: Plan, bucket: int, ways: Links) -> set[int]:
     return found
 
 
-def _ends(plan: Plan, bucket: int) -> tuple[int, int]:
-    return plan.buckets[bucket].start, plan.buckets[bucket].stop
+def is_one_sum(plan: Plan, bucket: int, links: Links, wire: int, held: int) -> bool:
+    """Whether the backend sums a bucket itself. It does so in the dtype of the wire: if that has
+    fewer bytes (``wire``) than the gradient that is held, the owner adds up what the others send.
+    """
+    return links.native and plan.has_equal_slots(bucket) and wire >= held
 
 
-class ReduceStaging:
-    """Bytes that gradients pass through on their way to their owners, by rank."""
+class ReduceScatterStaging(NamedTuple):
+    """Elements on one rank, besides its gradients of the whole bucket."""
 
-    def __init__(
+    received: int  # contributions of other ranks, in the dtype of the wire
+    sums: int  # sums of hosts in a wider dtype: received, and sent for this host
+
+
+def reduce_scatter_staging(
+    plan: Plan, bucket: int, rank: int, links: Links, wire: int, held: int, sums_are_wide: bool
+) -> ReduceScatterStaging:
+    """What the reduce-scatter of a bucket needs. Bytes of an element: ``wire`` as it travels,
+    ``held`` in the sum; ``sums_are_wide``: sums of hosts have more than ``wire``."""
+
+    def numel_of(owner: int) -> int:
+        start, stop = plan.range_of(bucket, owner)
+        return stop - start
+
+    own = numel_of(rank)
+    received, sums = _contributions(plan, bucket, own, links, wire, held), 0
+    if sums_are_wide:
+        if is_shared(own * wire, links):
+            received -= own * links.summing_hosts
+            sums = own * links.summing_hosts
+        if links.local_ranks > 1:
+            of_others = map(numel_of, links.relayed)
+            sums += sum(numel for numel in of_others if is_shared(numel * wire, links))
+    return ReduceScatterStaging(received, sums)
+
+
+def _contributions(plan: Plan, bucket: int, own: int, links: Links, wire: int, held: int) -> int:
+    """Elements that a rank receives, of whose range there are ``own``."""
+    if plan.world_size == 1:
+        return 0
+    if not links.messages:  # an all-to-all copies this rank's own part, too
+        return own if is_one_sum(plan, bucket, links, wire, held) else own * plan.world_size
+    return own * (links.other_hosts if is_shared(own * wire, links) else plan.world_size - 1)
+
+
+def sum_dtype(wire: torch.dtype, slot: torch.dtype) -> torch.dtype:
+    """The dtype in which the sum of the contributions of a host travels: that of the slot, so that
+    the sum is not rounded on its way; but never wider than two contributions together.
+
+    >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.bfloat16, torch.bfloat16)
+    (torch.float32, torch.bfloat16)
+    >>> sum_dtype(torch.bfloat16, torch.float64)
+    torch.float32
+    """
+    if slot.itemsize <= wire.itemsize:
+        return wire
+    widest = 2 * wire.itemsize
+    if slot.itemsize <= widest:
+        return slot
+    return torch.float32 if widest == torch.float32.itemsize else wire
+
+
+class StagingSizes:
+    """Bytes of the buffers of all buckets, by rank: of any rank without listing all."""
+
+    def __init__(self, plan: Plan, links: Links) -> None:
+        self._plan, self._links = plan, links
+        self._everywhere: dict[_Key, int] = {}
+        self._by_rank: dict[_Key, _RankBytes] = {}
+
+    def add_all_gathers(
         self,
-        plan: Plan,
-        ways: Links,
-        wire_of: Callable[[int], torch.dtype],
-        held_in: Callable[[int], torch.dtype],
-    ) -> None:
+        lazy: bool,
+        flat: bool = False,
+        is_dense: Callable[[int], bool] = lambda _: True,
+        reuses_gradients: Callable[[int], bool] = lambda _: False,
+    ) -> StagingSizes:
+        """``reuses_gradients``: whether the all-gathers of a stream share the memory that its
+        gradients have left."""
+        plan, links = self._plan, self._links
+        depth = in_flight_limit(len(plan.buckets), lazy)
+        for number, bucket in enumerate(plan.buckets if plan.world_size > 1 else ()):
+            stream = plan.streams[bucket.stream]
+            packed = packed_elements(plan, number, links, flat, is_dense) * stream.itemsize
+            self._demand(("packed", number % depth, stream.device, stream.dtype), packed)
+            if links.local_ranks > 1 and not reuses_gradients(bucket.stream):
+                turn = number % max(SHARED_BUFFERS, depth)
+                shared = functools.partial(_bytes_shared, links, stream.itemsize)
+                self._demand_slots(("shared", turn, stream.device, stream.dtype), number, shared)
+        return self
+
+    def add_reduce_scatters(
+        self, wire_of: Callable[[int], torch.dtype], held_in: Callable[[int], torch.dtype]
+    ) -> StagingSizes:
         """The dtypes in which the gradients of a stream travel, and in which they are summed."""
-        self._outgoing: dict[_Key, int] = {}  # in bytes, on every rank
-        self._incoming: dict[_Key, _RankBytes] = {}
-        lends = ways.one_host and plan.world_size > 1
-        depth = SHARED_BUFFERS if lends else IN_FLIGHT
+        plan, links = self._plan, self._links
+        depth = SHARED_BUFFERS if links.local_ranks > 1 else IN_FLIGHT
         for number, bucket in enumerate(plan.buckets):
             device, wire = plan.streams[bucket.stream].device, wire_of(bucket.stream)
-            key = (number % depth, device, str(wire))
-            numbytes = bucket.numel * wire.itemsize
-            self._outgoing[key] = max(self._outgoing.get(key, 0), numbytes)
-            key = (number % IN_FLIGHT, device, str(wire))
-            incoming = self._incoming.setdefault(key, _RankBytes())
-            is_summed_on_the_way = wire.itemsize >= held_in(bucket.stream).itemsize
-            received = _received(plan, number, ways, wire.itemsize, is_summed_on_the_way)
-            incoming.demand_slots(plan, number, received)
+            self._demand(("send", number % depth, device, str(wire)), bucket.numel * wire.itemsize)
+            sizes = wire.itemsize, held_in(bucket.stream).itemsize
+            received = functools.partial(_bytes_received, plan, number, links, *sizes)
+            self._demand_slots(("receive", number % IN_FLIGHT, device, str(wire)), number, received)
+        return self
+
+    def _demand(self, key: _Key, numbytes: int) -> None:
+        self._everywhere[key] = max(self._everywhere.get(key, 0), numbytes)
+
+    def _demand_slots(self, key: _Key, bucket: int, needed: Callable[[int], int]) -> None:
+        self._by_rank.setdefault(key, _RankBytes()).demand_slots(self._plan, bucket, needed)
 
     def on(self, rank: int) -> int:
-        return sum(self._outgoing.values()) + sum(b.on_rank(rank) for b in self._incoming.values())
+        return sum(self._everywhere.values()) + sum(b.on_rank(rank) for b in self._by_rank.values())
 
 
-def _received(
-    plan: Plan, bucket: int, ways: Links, itemsize: int, is_summed_on_the_way: bool
-) -> Callable[[int], int]:
-    """Bytes that come in for a slot of so many elements. ``is_summed_on_the_way``: a backend that
-    can sum may do so."""
-    parts = plan.world_size - 1
-    if parts and (ways.native or not ways.on_cpu):
-        is_one_sum = ways.native and is_summed_on_the_way and plan.has_equal_slots(bucket)
-        parts = 1 if is_one_sum else plan.world_size  # all_to_all copies this rank's own part, too
+def _bytes_shared(links: Links, itemsize: int, own: int) -> int:
+    return own * itemsize if is_shared(own * itemsize, links) else 0
 
-    def received(numel: int) -> int:
-        if ways.one_host and is_worth_sharing(numel * itemsize):
-            return 0
-        return numel * itemsize * parts
 
-    return received
+def _bytes_received(plan: Plan, bucket: int, links: Links, wire: int, held: int, own: int) -> int:
+    return _contributions(plan, bucket, own, links, wire, held) * wire
 
 
 @dataclass(slots=True)
@@ -418,4 +493,4 @@ class _RankBytes:
         self.more[rank] = max(self.more.get(rank, 0), numbytes)
 
 
-_Key = tuple[int, str, str]  # turn, device, dtype
+_Key = tuple[str, int, str, str]  # use, turn, device, dtype

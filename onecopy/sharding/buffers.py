@@ -1,40 +1,15 @@
-"""Flat storage of parameters, the staging pool, and copies of many tensors in one call."""
+"""Flat storage of parameters, and the staging pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from onecopy.comm.gloo.shared_memory import SharedMemory
+from onecopy.comm.interface import Buffer
 from onecopy.planning.layout import fills_its_storage, is_dense, one_of_each
 from onecopy.planning.plan import Plan, Stream
-from onecopy.torch_private import foreach_copy_
-
-
-@dataclass(slots=True)
-class CopyList:
-    """Pairs of equally shaped views, copied by one call."""
-
-    targets: list[torch.Tensor] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.targets.append(target)
-        self.sources.append(source)
-
-    def extend(self, others: CopyList) -> None:
-        self.targets += others.targets
-        self.sources += others.sources
-
-    def reversed(self) -> CopyList:
-        return CopyList(self.sources, self.targets)
-
-    def run(self) -> None:
-        if self.targets:
-            foreach_copy_(self.targets, self.sources)
 
 
 class _Place(NamedTuple):
@@ -94,51 +69,32 @@ class FlatStorage:
         return self._flats[stream][start:stop] if self._complete[stream] else None
 
 
-_BufferKey = tuple[int, torch.dtype, torch.device]
-
-
 class StagingPool:
-    """A few reusable buffers: as many as there are gathers in flight, each as large as needed.
+    """A few reusable buffers, by turn, dtype and device, each as large as its users need.
 
     Fresh buffers of tens of megabytes would cost page faults in every step.
     """
 
-    def __init__(
-        self, depth: int, memory_to_lend: Callable[[int], SharedMemory] | None = None
-    ) -> None:
-        """``memory_to_lend``: where buffers on the CPU come from that neighbours are to read."""
-        self._depth = depth
-        self._memory_to_lend = memory_to_lend
+    def __init__(self) -> None:
         self._sizes: dict[_BufferKey, int] = {}
-        self._buffers: dict[_BufferKey, torch.Tensor] = {}
-        self._lent: dict[_BufferKey, SharedMemory] = {}
+        self._buffers: dict[_BufferKey, Buffer] = {}
 
     def demand(self, turn: int, numel: int, like: torch.Tensor) -> None:
         """Announce what ``reserve`` will ask for. All demands come before the first reserve."""
-        key = self._key(turn, like)
+        key = turn, like.dtype, like.device
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
 
-    def reserve(self, turn: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A buffer for the ``turn``-th gather; the one for ``turn + depth`` is the same memory."""
-        key = self._key(turn, like)
+    def reserve(
+        self, turn: int, like: torch.Tensor, allocate: Callable[[int, torch.Tensor], Buffer]
+    ) -> Buffer:
+        """The buffer of a turn: the same in every call."""
+        key = turn, like.dtype, like.device
         if key not in self._buffers:
-            self._buffers[key] = self._allocate(key, like)
-        assert numel <= self._sizes[key]
-        return self._buffers[key][:numel]
-
-    def lender(self, turn: int, like: torch.Tensor) -> SharedMemory | None:
-        """The memory behind a buffer that was reserved, if neighbours can read it."""
-        return self._lent.get(self._key(turn, like))
-
-    def _allocate(self, key: _BufferKey, like: torch.Tensor) -> torch.Tensor:
-        numel = self._sizes[key]
-        if self._memory_to_lend is None or like.device.type != "cpu" or not numel:
-            return torch.zeros(numel, dtype=like.dtype, device=like.device)
-        self._lent[key] = self._memory_to_lend(numel * like.element_size())
-        return self._lent[key].data.view(like.dtype)
-
-    def _key(self, turn: int, like: torch.Tensor) -> _BufferKey:
-        return turn % self._depth, like.dtype, like.device
+            self._buffers[key] = allocate(self._sizes[key], like)
+        return self._buffers[key]
 
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
+
+
+_BufferKey = tuple[int, torch.dtype, torch.device]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from onecopy.comm.interface import CopyList
 from onecopy.planning.layout import flat_range, in_layout_of
 from onecopy.planning.param_groups import grad_dtype, update_dtype
 from onecopy.planning.plan import Shard
-from onecopy.sharding.buffers import CopyList
 from onecopy.torch_private import version_of
 
 

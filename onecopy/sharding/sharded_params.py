@@ -19,8 +19,8 @@ import torch
 from onecopy.comm.group import RankGroup
 from onecopy.planning.param_groups import GroupPolicy, ParamRegistry
 from onecopy.planning.plan import Plan
-from onecopy.sharding.all_gather import AllGatherQueue, StagingLender
 from onecopy.sharding.buffers import FlatStorage
+from onecopy.sharding.engine import AllGathers, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
 from onecopy.sharding.parameter_names import require_same_order
@@ -95,7 +95,7 @@ class GradientBuffers(Protocol):
 
     def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
     @property
-    def lender(self) -> StagingLender: ...
+    def send_buffers(self) -> SendBuffers: ...
 
 
 class ShardedParams:
@@ -110,7 +110,7 @@ class ShardedParams:
         self.is_confirmed = True  # all ranks are known to hold the same plan
         self._rank_group = rank_group
         self._flat = FlatStorage() if bucket_view else None
-        self.all_gathers = AllGatherQueue(rank_group)
+        self.all_gathers = AllGathers(rank_group)
         self.gathers_lazily = False  # whoever uses the parameters waits
         self._memory = MemoryWatch()
         self.modules = ModuleWatch(())
@@ -191,13 +191,13 @@ class ShardedParams:
         if self._flat is not None:
             self._flat.adopt(self.plan, self.registry.params)
         self.inner.rebind()
-        self.all_gathers.give_up_staging()
-        lender = None
+        self.all_gathers.release_staging()
+        send_buffers = None
         if self.follower is not None:
             self.follower.follow(self.plan, self.registry.params)
-            lender = self.follower.lender
+            send_buffers = self.follower.send_buffers
         self.all_gathers.prepare(
-            self.plan, self.registry.params, self._flat, self.gathers_lazily, lender
+            self.plan, self.registry.params, self._flat, self.gathers_lazily, send_buffers
         )
         self._memory.remember(self.registry.planned(self.plan))
         self._unplanned = [self.registry.params[i] for i in self.registry.unplanned(self.plan)]
@@ -255,8 +255,9 @@ class ShardedParams:
 
     def all_gather(self, bucket: int) -> None:
         """This rank's part of the bucket is updated: start to exchange it."""
+        self.all_gathers.mark_updated(bucket)
         self.inner.masters.write_back(bucket)
-        self.all_gathers.start(bucket)
+        self.all_gathers.launch(bucket)
         self._unsent.remove(bucket)
 
     def finish_step(self) -> None:

@@ -17,10 +17,9 @@ from onecopy.planning.param_groups import forces_c10d, grad_dtype, gradient_dtyp
 from onecopy.planning.plan import Plan
 from onecopy.planning.sizes import (
     Counts,
-    GatherStaging,
     Links,
     MemoryReport,
-    ReduceStaging,
+    StagingSizes,
     count_elements,
     imbalance,
     slot_elements,
@@ -124,17 +123,16 @@ class Estimate:
         the fields are those of ``memory_report()``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
-        gradients, staging = self._gradient_bytes, self._gather_staging.on(rank)
+        gradients = self._gradient_bytes
         if self.setting.attached:
             gradients = sum(held[rank] for held in self._held_gradients)
             gradients += self._accumulated_bytes if self.setting.no_sync else 0
-            staging += self._reduce_staging.on(rank)
         return MemoryReport(
             parameters=self._parameter_bytes,
             gradients=gradients,
             state={key: of[rank] for key, of in sorted(self._state.items()) if of[rank]},
             master_copies=self._masters[rank],
-            staging=staging,
+            staging=self._staging.on(rank),
             ddp_buckets=self._trained_bytes if self.setting.under_ddp else 0,
         )
 
@@ -368,29 +366,26 @@ class Estimate:
 
     # ------------------------------------------------------------------ staging
 
-    def _lends_anew(self, stream: int) -> bool:
+    def _reuses_gradients(self, stream: int) -> bool:
+        """Whether all-gathers of a stream share the memory from which its gradients were sent."""
         is_eager = self.setting.attached and not self.setting.lazy_gather
         return is_eager and self._wire_dtype(stream) == self._first_of(stream).dtype
 
     @cached_property
-    def _ways(self) -> Links:
-        return Links(
-            native=self.setting.is_native,
-            one_host=not self.setting.is_native and self.spec.on_cpu,
-            on_cpu=self.spec.on_cpu,
-            in_place=self.setting.parameters_as_bucket_view,
-            lazily=self.setting.lazy_gather,
-            lends_anew=self._lends_anew,
-            is_dense=lambda param: is_dense(self.spec.params[param].tensor),
+    def _staging(self) -> StagingSizes:
+        setting = self.setting
+        messages = not setting.is_native and self.spec.on_cpu
+        local_ranks = self.world_size if messages else 1
+        staging = StagingSizes(self.plan, Links(setting.is_native, messages, local_ranks))
+        staging.add_all_gathers(
+            setting.lazy_gather,
+            setting.parameters_as_bucket_view,
+            lambda param: is_dense(self.spec.params[param].tensor),
+            self._reuses_gradients,
         )
-
-    @cached_property
-    def _gather_staging(self) -> GatherStaging:
-        return GatherStaging(self.plan, self._ways)
-
-    @cached_property
-    def _reduce_staging(self) -> ReduceStaging:
-        return ReduceStaging(self.plan, self._ways, self._wire_dtype, self._held_dtype)
+        if setting.attached:
+            staging.add_reduce_scatters(self._wire_dtype, self._held_dtype)
+        return staging
 
 
 def _memory_and_wire(memory: MemoryReport, wire: CommModel) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import World, distributed
 from inside import (
     ALL_GATHER_SINGLE,
-    FIND_NEIGHBOURS,
+    FIND_LOCAL_RANKS,
     REDUCE_SCATTER_SINGLE,
     SHARED_MEMORY,
     lanes_of,
@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer, estimate
+from onecopy.comm.c10d import C10dComm, make_comm
 from onecopy.comm.group import RankGroup
 
 COLLECTIVES = (
@@ -64,7 +65,7 @@ def train(world: World, model: nn.Module, optimizer: Any, steps: int = 2) -> Non
 
 
 def slots(optimizer: Any) -> list[torch.Tensor]:
-    return [lane.slot.clone() for lane in lanes_of(optimizer)]
+    return [lane.slot.tensor.clone() for lane in lanes_of(optimizer)]
 
 
 @distributed(2, 3, 4)
@@ -76,7 +77,7 @@ def test_only_collectives_are_launched_and_no_memory_is_shared(
     model = Mlp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONECOPY_COMM", "c10d")
-        patch.setattr(*FIND_NEIGHBOURS, lambda *_: pytest.fail("local_ranks"))
+        patch.setattr(*FIND_LOCAL_RANKS, lambda *_: pytest.fail("local_ranks"))
         patch.setattr(*SHARED_MEMORY, lambda *_: pytest.fail("shared memory"))
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), SGD, partition=partition, bucket_mb=0.0005, lr=0.1
@@ -181,7 +182,7 @@ def test_ranks_that_choose_differently_disagree_at_once(world: World) -> None:
             patch.setenv("ONECOPY_COMM", asked)
             rank_group = RankGroup()
         assert rank_group.is_native(torch.device("cpu")) == (asked == "c10d")
-        assert rank_group.sends_one_by_one(torch.device("cpu")) == (asked != "c10d")
+        assert isinstance(make_comm(rank_group, torch.device("cpu")), C10dComm) == (asked == "c10d")
 
 
 @distributed(1, 3)

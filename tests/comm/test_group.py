@@ -34,7 +34,7 @@ def filled(length: int, value: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 @distributed(1, 2, 3, 4)
-def test_share_brings_every_part_from_its_owner_to_all(world: World) -> None:
+def test_a_broadcast_brings_every_part_from_its_owner_to_all(world: World) -> None:
     rank_group = RankGroup()
     for dtype in DTYPES:
         lengths = [5, 0, 1, 300]
@@ -43,15 +43,15 @@ def test_share_brings_every_part_from_its_owner_to_all(world: World) -> None:
             for owner in reversed(range(world.size))
             for length in lengths
         ]
-        rank_group.share(parts).wait()
-        for owner, tensor, _ in parts:
+        rank_group.broadcast_tensors(parts).wait()
+        for owner, tensor in parts:
             # What the owner had put there: ten times its rank, plus its rank.
             assert torch.equal(tensor, filled(tensor.numel(), 11 * owner, dtype))
-    rank_group.share([]).wait()
+    rank_group.broadcast_tensors([]).wait()
 
 
 @distributed(2, 3)
-def test_shares_of_two_optimizers_in_different_orders_do_not_mix(world: World) -> None:
+def test_broadcasts_of_two_optimizers_in_different_orders_do_not_mix(world: World) -> None:
     """Each optimizer has a tag of its own for parameters."""
     transports = [
         transport_of(ZeroRedundancyOptimizer([Parameter(torch.zeros(4))], SGD, lr=1.0))
@@ -64,10 +64,10 @@ def test_shares_of_two_optimizers_in_different_orders_do_not_mix(world: World) -
             Part(owner, filled(7, 100 * number + 10 * owner + world.rank))
             for owner in range(world.size)
         ]
-        launched.append((number, parts, transports[number].share(parts)))
+        launched.append((number, parts, transports[number].broadcast_tensors(parts)))
     for number, parts, pending in launched:
         pending.wait()
-        for owner, tensor, _ in parts:
+        for owner, tensor in parts:
             assert torch.equal(tensor, filled(7, 100 * number + 11 * owner))
 
 
@@ -92,7 +92,7 @@ def test_ranks_that_step_two_optimizers_in_different_orders_do_not_mix_them(worl
 
 
 @distributed(1, 2, 3, 4)
-def test_several_shares_in_flight_do_not_mix(world: World) -> None:
+def test_several_broadcasts_in_flight_do_not_mix(world: World) -> None:
     rank_group = RankGroup()
     rounds = [
         [
@@ -101,23 +101,12 @@ def test_several_shares_in_flight_do_not_mix(world: World) -> None:
         ]
         for r in range(5)
     ]
-    pending = [rank_group.share(parts) for parts in rounds]
+    pending = [rank_group.broadcast_tensors(parts) for parts in rounds]
     for p in reversed(pending):
         p.wait()
     for r, parts in enumerate(rounds):
-        for owner, tensor, _ in parts:
+        for owner, tensor in parts:
             assert torch.equal(tensor, filled(7 + r, 100 * r + 11 * owner))
-
-
-@distributed(1, 2, 3, 4)
-def test_all_gather_slots_fills_a_buffer_in_place(world: World) -> None:
-    rank_group = RankGroup()
-    for dtype in (torch.float32, torch.bfloat16):
-        buffer = filled(world.size * 6, 99, dtype)
-        buffer[world.rank * 6 : (world.rank + 1) * 6] = world.rank + 1
-        rank_group.all_gather_slots(buffer).wait()
-        expected = torch.arange(1, world.size + 1).repeat_interleave(6).to(dtype)
-        assert torch.equal(buffer, expected)
 
 
 @distributed(2, 3, 4)
@@ -138,16 +127,16 @@ def test_send_and_receive_match_by_tag(world: World) -> None:
 def test_traffic_counts_what_this_rank_sends(world: World) -> None:
     rank_group = RankGroup()
     others = world.size - 1
-    rank_group.share([Part(0, torch.ones(10)), Part(world.size - 1, torch.ones(3))]).wait()
+    rank_group.broadcast_tensors(
+        [Part(0, torch.ones(10)), Part(world.size - 1, torch.ones(3))]
+    ).wait()
     expected = 40 * others * (world.rank == 0) + 12 * others * (world.rank == world.size - 1)
     assert rank_group.traffic.bytes == expected
-    rank_group.all_gather_slots(torch.ones(4 * world.size)).wait()
-    assert rank_group.traffic.bytes == expected + 16 * others
     messages = rank_group.traffic.messages
     if world.size > 1 and world.rank == 1:
         rank_group.send(torch.ones(2), 0).wait()
         assert rank_group.traffic.messages == messages + 1
-        assert rank_group.traffic.bytes == expected + 16 * others + 8
+        assert rank_group.traffic.bytes == expected + 8
     elif world.size > 1 and world.rank == 0:
         rank_group.receive(torch.empty(2), 1).wait()
         assert rank_group.traffic.messages == messages
@@ -257,7 +246,7 @@ def test_a_subgroup_uses_its_own_ranks(world: World) -> None:
         return
     rank_group = RankGroup(subgroup)
     parts = [Part(owner, filled(5, 10 * owner + rank_group.rank)) for owner in (0, 1)]
-    rank_group.share(parts).wait()
+    rank_group.broadcast_tensors(parts).wait()
     assert [part.tensor[0].item() for part in parts] == [0, 11]
     assert rank_group.broadcast_bytes(b"hi" if rank_group.rank == 1 else None, 1) == b"hi"
     if rank_group.rank == 0:

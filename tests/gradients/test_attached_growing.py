@@ -13,13 +13,12 @@ import pytest
 import torch
 from attached import EVERY_FEED
 from harness import World, distributed, is_native
-from inside import plan_of
+from inside import SHARED_MEMORY, plan_of
 from models import Mlp, seed_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.group import RankGroup
 
 pytestmark = pytest.mark.also_c10d
 
@@ -185,16 +184,16 @@ def test_memory_that_cannot_be_had_for_what_was_unfrozen(world: World, call: int
     backward()
     optimizer.step()
     weights.requires_grad_(True)
-    real, calls = RankGroup.memory_to_lend, itertools.count(1)
+    real, calls = getattr(*SHARED_MEMORY), itertools.count(1)
 
-    def scarce(rank_group: RankGroup, numbytes: int) -> Any:
+    def scarce(numbytes: int, world_size: int) -> Any:
         if next(calls) == call:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(rank_group, numbytes)
+        return real(numbytes, world_size)
 
     backward()
     with (
-        mock.patch.object(RankGroup, "memory_to_lend", scarce),
+        mock.patch.object(*SHARED_MEMORY, scarce),
         pytest.raises(OSError, match="Too many open files"),
     ):
         optimizer.step()

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import SGD
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.gradients.reducer import ReduceScatterQueue
+from onecopy.sharding.engine import BucketQueue
 
 PARAMS = 8
 
@@ -68,18 +68,18 @@ def test_a_bucket_that_is_being_launched_is_launched_by_nobody_else(world: World
     params, optimizer = attached()
     reducer = reducer_of(optimizer)
     launched: list[tuple[int, str]] = []
-    launch = ReduceScatterQueue.launch
+    launch = BucketQueue.launch
 
-    def interrupted(flights: ReduceScatterQueue, lane: Any, *args: Any) -> None:
-        launched.append((lane.bucket, "begins"))
-        if lane.bucket == at and launched.count((at, "begins")) == 1:
+    def interrupted(queue: BucketQueue, lane: Any, *args: Any) -> None:
+        launched.append((lane.number, "begins"))
+        if lane.number == at and launched.count((at, "begins")) == 1:
             rest = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS - 1 - at)] and None)
             assert not rest.is_alive()  # it leaves the launching to this thread, and goes on
-        launch(flights, lane, *args)
-        launched.append((lane.bucket, "ends"))
+        launch(queue, lane, *args)
+        launched.append((lane.number, "ends"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReduceScatterQueue, "launch", interrupted)
+        patch.setattr(BucketQueue, "launch", interrupted)
         begin_backward(optimizer)
         gradients(world, params)
         for index in reversed(range(PARAMS - 1 - at, PARAMS)):
@@ -102,7 +102,7 @@ def test_a_bucket_that_could_not_be_launched_is_the_next_one_again(world: World)
         begin_backward(optimizer)
         gradients(world, params)
         reducer.arrived(PARAMS - 1)
-        patch.setattr(ReduceScatterQueue, "launch", fail)
+        patch.setattr(BucketQueue, "launch", fail)
         with pytest.raises(MemoryError):
             reducer.arrived(PARAMS - 2)
     assert next_bucket(optimizer) == 1
@@ -150,19 +150,19 @@ def test_giving_up_waits_for_the_thread_that_launches(world: World, at: int) -> 
     launched: list[tuple[int, str]] = []
     threads: list[threading.Thread] = []
     is_inside, goes_on = threading.Event(), threading.Event()
-    launch = ReduceScatterQueue.launch
+    launch = BucketQueue.launch
 
-    def slow(flights: ReduceScatterQueue, lane: Any, *args: Any) -> None:
-        launched.append((lane.bucket, "begins"))
+    def slow(queue: BucketQueue, lane: Any, *args: Any) -> None:
+        launched.append((lane.number, "begins"))
         threads.append(threading.current_thread())
-        if lane.bucket == at:
+        if lane.number == at:
             is_inside.set()
             goes_on.wait(0.5)  # it comes late: nobody sets it
-        launch(flights, lane, *args)
-        launched.append((lane.bucket, "ends"))
+        launch(queue, lane, *args)
+        launched.append((lane.number, "ends"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReduceScatterQueue, "launch", slow)
+        patch.setattr(BucketQueue, "launch", slow)
         begin_backward(optimizer)
         gradients(world, params)
         other = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS)] and None, 0)
@@ -192,7 +192,7 @@ def test_giving_up_does_not_wait_for_ever(world: World) -> None:
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReduceScatterQueue, "launch", stuck)
+        patch.setattr(BucketQueue, "launch", stuck)
         begin_backward(optimizer)
         gradients(world, params)
         other = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS)] and None, 0)

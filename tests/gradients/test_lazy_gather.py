@@ -11,13 +11,12 @@ import pytest
 import torch
 from attached import EVERY_FEED, AttachedTwins
 from harness import World, distributed
-from inside import gatherer_of, in_flight, params_of, plan_of
+from inside import AFTER_GATHER, gatherer_of, in_flight, params_of, plan_of
 from models import ConvNet, Mlp, TiedNet, noise
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.group import Handle, RankGroup
 from onecopy.planning.sizes import LAZY_IN_FLIGHT
 
 LAZY = {"lazy_gather": True}
@@ -47,13 +46,13 @@ class Delays:
 
     def __init__(self, world: World) -> None:
         random_ = random.Random(world.rank)
-        share = RankGroup.share
+        start = AFTER_GATHER[0].start
 
-        def late(rank_group: RankGroup, parts: Any) -> Handle:
+        def late(op: Any) -> None:
             time.sleep(random_.random() * 0.01)
-            return share(rank_group, parts)
+            start(op)
 
-        self._patch = mock.patch.object(RankGroup, "share", late)
+        self._patch = mock.patch.object(AFTER_GATHER[0], "start", late)
 
     def __enter__(self) -> None:
         self._patch.start()

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import pretend_local_ranks, staging_used
 from test_plan import History, anything, histories
 
-from onecopy.comm.gloo.local_ranks import LocalRanks
-from onecopy.comm.gloo.shared_memory import SharedMemory
 from onecopy.comm.gloo.topology import Topology
-from onecopy.comm.group import RankGroup
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import ParamSpec, Plan, make_plan
 from onecopy.planning.sizes import (
     MIN_MESSAGE_BYTES,
-    GatherStaging,
     Links,
-    ReduceStaging,
+    StagingSizes,
     count_elements,
     imbalance,
     slot_elements,
 )
 from onecopy.planning.traits import Kind
-from onecopy.sharding.all_gather import AllGatherQueue
 from onecopy.sharding.buffers import FlatStorage
+from onecopy.sharding.engine import AllGathers
 
 
 @given(histories())
@@ -71,34 +67,39 @@ def test_imbalance() -> None:
 # ------------------------------------------------------------------ staging
 
 
-@dataclass(frozen=True, slots=True)
-class PretendedTransport:
-    """As much of a transport as deciding on the ways of buckets needs."""
+class PretendedGroup:
+    """As much of a group as preparing collectives needs."""
 
-    rank: int
-    world_size: int
-    native: bool
-    one_host: bool = False
-    monitor: ClassVar[Any] = SimpleNamespace(attachments=0)
+    tag = 0
+
+    def __init__(self, rank: int, topology: Topology, native: bool) -> None:
+        self.rank, self.world_size, self.user_group = rank, topology.world_size, self
+        self._native = native
+        self.monitor = SimpleNamespace(attachments=0, patience=None)
+        pretend_local_ranks(self, topology)
 
     def is_native(self, _: torch.device) -> bool:
-        return self.native
+        return self._native
 
-    sends_one_by_one = RankGroup.sends_one_by_one
-    lends, others = RankGroup.lends, RankGroup.others
+    nothing = None
 
-    @property
-    def hosts(self) -> Topology:
-        make = Topology.together if self.one_host else Topology.apart
-        return make(self.world_size)
 
-    @property
-    def local_ranks(self) -> LocalRanks:
-        pids = dict.fromkeys(self.others, 0) if self.one_host else {}
-        return LocalRanks(self.rank, self.hosts, pids)
+def pretended_group(rank: int, world_size: int, way: str) -> Any:
+    make = {"memory": Topology.together, "hosts": two_hosts}.get(way, Topology.apart)
+    return PretendedGroup(rank, make(world_size), native=way == "slots")
 
-    def memory_to_lend(self, numbytes: int) -> SharedMemory:
-        return SharedMemory(numbytes, self.world_size)
+
+def two_hosts(world_size: int) -> Topology:
+    """The second half of the ranks on another one."""
+    return Topology.by_name([2 * rank >= world_size for rank in range(world_size)])
+
+
+def links_for(world_size: int, way: str) -> Links:
+    """Of all ranks: what ``estimate`` makes."""
+    messages = way in ("parts", "memory")
+    together = way == "memory"
+    other_hosts = world_size - 1 if way == "parts" else 0
+    return Links(way == "slots", messages, world_size if together else 1, (), other_hosts)
 
 
 def tensors_for(history: History, way: str) -> list[torch.Tensor]:
@@ -156,12 +157,11 @@ def test_gathers_take_the_staging_that_was_foreseen(
     in_place = homes is not None
     if homes is not None:
         homes.adopt(plan, params)
-    equal_slots, one_host = way == "slots", way == "memory"
     rank = data.draw(st.integers(0, plan.world_size - 1))
-    rank_group: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
-    all_gathers = AllGatherQueue(rank_group)
+    all_gathers = AllGathers(pretended_group(rank, plan.world_size, way))
     all_gathers.prepare(plan, params, homes, lazily)
-    foreseen = GatherStaging(plan, Links(equal_slots, one_host, on_cpu, in_place, lazily))
+    foreseen = StagingSizes(plan, links_for(plan.world_size, way))
+    foreseen.add_all_gathers(lazily, in_place)
     assert all_gathers.staged_bytes == foreseen.on(rank)
 
 
@@ -182,46 +182,63 @@ def test_reductions_take_the_staging_that_was_foreseen(
     history = on_one_device(history, most_buckets)
     plan, params = history.plan(), tensors_for(history, way)
     rank = data.draw(st.integers(0, plan.world_size - 1))
-    equal_slots, one_host = way == "slots", way == "memory"
-    rank_group: Any = PretendedTransport(rank, plan.world_size, equal_slots, one_host)
-    reducer = GradientReducer(rank_group, wire, master)
+    reducer = GradientReducer(pretended_group(rank, plan.world_size, way), wire, master)
     reducer.prepare(plan, params)
 
     def first(stream: int) -> torch.Tensor:
         return params[plan.streams[stream].params[0]]
 
-    foreseen = ReduceStaging(
-        plan,
-        Links(equal_slots, one_host, on_cpu=way != "accelerator"),
+    foreseen = StagingSizes(plan, links_for(plan.world_size, way)).add_reduce_scatters(
         lambda stream: wire or grad_dtype(first(stream)),
         lambda stream: gradient_dtype(first(stream), master),
     )
-    assert reducer.roadway.staged_bytes == foreseen.on(rank)
+    assert reducer.staged_bytes == foreseen.on(rank)
+
+
+@given(histories(numels=SIZES), DTYPES, st.sampled_from([None, torch.float32]), st.data())
+@anything
+def test_staging_between_hosts_is_filled_and_no_larger(
+    history: History, wire: torch.dtype | None, master: torch.dtype | None, data: st.DataObject
+) -> None:
+    """Each buffer is as large as its largest user needs; nothing is written outside of one."""
+    history = on_one_device(history, 300)
+    plan, params = history.plan(), tensors_for(history, "hosts")
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    group = pretended_group(rank, plan.world_size, "hosts")
+    reducer = GradientReducer(group, wire, master)
+    reducer.prepare(plan, params)
+    if plan.world_size == 1:
+        return
+    largest: dict[int, int] = {}
+    for tensor, used in staging_used(reducer):
+        largest[tensor.data_ptr()] = max(largest.get(tensor.data_ptr(), 0), used)
+    largest.pop(0, None)  # what is empty
+    assert sum(largest.values()) == reducer.staged_bytes
 
 
 def test_a_tensor_with_gaps_in_its_memory_is_packed() -> None:
     gaps = torch.zeros(40_000, 2)[:, 0]
     plan = make_plan([ParamSpec(0, gaps.numel(), "float32", 4, kind=Kind.WHOLE)], 2)
-    rank_group: Any = PretendedTransport(0, 2, False)
-    all_gathers = AllGatherQueue(rank_group)
+    all_gathers = AllGathers(pretended_group(0, 2, "parts"))
     all_gathers.prepare(plan, [gaps], None, False)
-    ways = Links(False, is_dense=lambda _: False)
-    assert all_gathers.staged_bytes == GatherStaging(plan, ways).on(0) == gaps.numel() * 4
+    sizes = StagingSizes(plan, links_for(2, "parts"))
+    sizes.add_all_gathers(False, is_dense=lambda _: False)
+    assert all_gathers.staged_bytes == sizes.on(0) == gaps.numel() * 4
 
 
 def test_one_small_tensor_beside_a_large_one_is_not_packed() -> None:
     params = [torch.zeros(1), torch.zeros(40_000)]
     plan = make_plan([ParamSpec(i, p.numel(), "float32", 4) for i, p in enumerate(params)], 2)
-    rank_group: Any = PretendedTransport(0, 2, False)
-    all_gathers = AllGatherQueue(rank_group)
+    all_gathers = AllGathers(pretended_group(0, 2, "parts"))
     all_gathers.prepare(plan, params, None, False)
-    assert all_gathers.staged_bytes == GatherStaging(plan, Links(False)).on(0) == 0
+    sizes = StagingSizes(plan, links_for(2, "parts")).add_all_gathers(False)
+    assert all_gathers.staged_bytes == sizes.on(0) == 0
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_plan_of_nothing(world: int) -> None:
     plan = Plan(world, 1)
     assert count_elements(plan).loads(world) == [0] * world
-    assert GatherStaging(plan, Links(True)).on(0) == 0
     dtype = lambda _: torch.float32  # noqa: E731
-    assert ReduceStaging(plan, Links(True), dtype, dtype).on(0) == 0
+    sizes = StagingSizes(plan, Links(True)).add_all_gathers(False)
+    assert sizes.add_reduce_scatters(dtype, dtype).on(0) == 0

@@ -13,7 +13,15 @@ from unittest import mock
 import pytest
 import torch
 from harness import RankFailure, World, run_on_ranks
-from inside import BEFORE_LAZY_FORWARD, CLAIM_BUCKET, take_first
+from inside import (
+    AFTER_GATHER,
+    AFTER_REDUCE,
+    BEFORE_LAZY_FORWARD,
+    CLAIM_BUCKET,
+    WAIT_FOR_GRADIENTS,
+    WAIT_FOR_READERS,
+    routes_of,
+)
 from races import (
     DELAYED,
     MODES,
@@ -30,8 +38,8 @@ from trial_common import count_of_different_elements, have_equal_bits
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.gloo.local_ranks import LocalRanks, SharedRead
 from onecopy.comm.group import RankGroup
-from onecopy.gradients.reducer import GradBucket, ReduceScatterQueue
-from onecopy.sharding.all_gather import AllGatherQueue
+from onecopy.gradients.reducer import GradBucket
+from onecopy.sharding.engine import AllGathers, BucketQueue
 
 PATIENCE = {"timeout": 600.0, "pg_timeout": 900.0}  # of seconds
 
@@ -67,8 +75,10 @@ def test_configurations_take_every_way_there_is() -> None:
 def test_what_communicates_holds_gradients_or_is_a_hook_is_delayed() -> None:
     hooks = {BEFORE_LAZY_FORWARD[0], CLAIM_BUCKET[0], ZeroRedundancyOptimizer}
     assert hooks | {
-        ReduceScatterQueue,
-        AllGatherQueue,
+        BucketQueue,
+        AllGathers,
+        AFTER_GATHER[0],
+        AFTER_REDUCE[0],
         GradBucket,
         SharedRead,
         LocalRanks,
@@ -79,7 +89,7 @@ def test_what_communicates_holds_gradients_or_is_a_hook_is_delayed() -> None:
 def test_everything_is_as_before_when_the_delays_are_over() -> None:
     before = [dict(vars(cls)) for cls in DELAYED]
     with Delays(seed=1, rank=0):
-        assert AllGatherQueue.start is not before[DELAYED.index(AllGatherQueue)]["start"]
+        assert AllGathers.launch is not before[DELAYED.index(AllGathers)]["launch"]
     assert [dict(vars(cls)) for cls in DELAYED] == before
 
 
@@ -99,46 +109,42 @@ def do_nothing(*_: Any) -> None:
     """In place of something that is needed."""
 
 
-def land_without_waiting(flights: ReduceScatterQueue) -> None:
-    """As ``ReduceScatterQueue.land``; what has not arrived yet is added up as it is."""
-    flight = take_first(flights)
-    flight.lane.add(flight.read())
-    flight.pending.wait()
+def add_up_and_wait(op: Any) -> None:
+    """As ``complete`` of a reduce-scatter; what has not arrived yet is added up as it is."""
+    COMPLETE(op)
+    WAIT(op)
 
 
-def arrive_and_give_back(
-    shared_read: SharedRead, patience: float, arrive: Any = SharedRead.arrive
-) -> None:
+def arrive_and_release(read: SharedRead, patience: float, arrive: Any = SharedRead.arrive) -> None:
     """As ``SharedRead.arrive``; the owner may write there at once, not only when it was read."""
-    arrive(shared_read, patience)
-    shared_read.memory.give_back(shared_read.local_ranks.rank, shared_read.address.ticket)
+    arrive(read, patience)
+    read.memory.mark_read(read.local_ranks.rank, read.address.sequence)
 
 
 def launch_at_once_what_is_sent(
-    flights: ReduceScatterQueue,
-    lane: GradBucket,
-    gradients: Any,
-    share: float,
-    launch: Any = ReduceScatterQueue.launch,
+    queue: BucketQueue, bucket: Any, *args: Any, launch: Any = BucketQueue.launch
 ) -> None:
-    """As ``ReduceScatterQueue.launch``, but a bucket of which nothing is shared does not wait for
-    those who read the memory that it has in common with others."""
-    memory = lane.memory
-    if not lane.passage.readers:
-        lane.memory = None
-    launch(flights, lane, gradients, share)
-    lane.memory = memory
+    """As ``BucketQueue.launch``, but gradients of which nothing is shared do not wait for those who
+    read the memory that they have in common with other buckets."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(bucket, GradBucket) and not routes_of(bucket).read_by:
+            stack.enter_context(mock.patch.object(*WAIT_FOR_READERS, do_nothing))
+        launch(queue, bucket, *args)
 
 
+COMPLETE, WAIT = getattr(*AFTER_REDUCE), getattr(*WAIT_FOR_GRADIENTS)
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "a forward does not wait": [(*BEFORE_LAZY_FORWARD, do_nothing)],
-    "a bucket is not awaited": [(ReduceScatterQueue, "land", land_without_waiting)],
+    "a bucket is not awaited": [
+        (*WAIT_FOR_GRADIENTS, do_nothing),
+        (*AFTER_REDUCE, add_up_and_wait),
+    ],
     "a lender does not wait": [(LocalRanks, "wait_until_read", do_nothing)],
     "a loan is given back too early": [
-        (SharedRead, "arrive", arrive_and_give_back),
-        (SharedRead, "give_back", do_nothing),
+        (SharedRead, "arrive", arrive_and_release),
+        (SharedRead, "release", do_nothing),
     ],
-    "what is sent does not wait": [(ReduceScatterQueue, "launch", launch_at_once_what_is_sent)],
+    "what is sent does not wait": [(BucketQueue, "launch", launch_at_once_what_is_sent)],
 }
 
 

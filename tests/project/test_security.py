@@ -333,7 +333,7 @@ def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with precious.open("rb") as file:
         for fd in (file.fileno(), foreign, unsealed, reading, writing):
-            with pytest.raises(OSError, match=r"is not memory that was lent|could shrink"):
+            with pytest.raises(OSError, match=r"is not memory that was shared|could shrink"):
                 memory_of(os.getpid(), fd)
     assert precious.read_bytes() == b"precious" * 100
     for fd in (foreign, unsealed, reading, writing):
@@ -343,7 +343,7 @@ def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
 def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
     local_ranks = LocalRanks(0, Topology.together(2), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
-    memory.lend([0])
+    memory.share([0])
     right = memory.address(memory.data)
     before = memory_of(os.getpid(), memory.fd).tolist()
     with pytest.raises(RuntimeError, match="the memory of rank 1 is gone"):
@@ -360,5 +360,5 @@ def test_nothing_outside_of_lent_memory_is_read(start: int, stop: int) -> None:
     shared_read = SharedRead(local_ranks, 1, (0, 1))
     shared_read.address = memory.address(memory.data)._replace(start=start, stop=stop)
     shared_read.memory = local_ranks.map(1, shared_read.address)
-    with pytest.raises(RuntimeError, match="lent memory that it does not have"):
+    with pytest.raises(RuntimeError, match="shared memory that it does not have"):
         shared_read.tensor(torch.uint8)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +19,19 @@ from harness import World, distributed, lend_nothing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inside import (
+    ADD_CONTRIBUTIONS,
     ADD_RUN,
     AFTER_GATHER,
+    AFTER_REDUCE,
     CLAIM_BUCKET,
     SEND_GRADIENTS,
+    PreparedGather,
+    gatherer_of,
+    gathers_of,
+    in_flight,
     params_of,
     plan_of,
+    prepare_fills,
     shards_of,
     traffic_of,
     transfers_of,
@@ -41,21 +49,13 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer, optimizer
-from onecopy.comm.gloo.topology import Topology
-from onecopy.gradients.reducer import (
-    GradBucket,
-    GradientFill,
-    LaneStaging,
-    ReduceInFlight,
-    ReduceScatterQueue,
-    SmallGradients,
-)
+from onecopy.comm.interface import BucketLayout, CopyList, GradientSlot
+from onecopy.gradients.reducer import GradBucket, GradientFill, SmallGradients
 from onecopy.planning.layout import flat_range
 from onecopy.planning.plan import ParamSpec, Plan, make_plan
 from onecopy.planning.sizes import IN_FLIGHT, MIN_MESSAGE_BYTES
 from onecopy.planning.traits import Kind
-from onecopy.sharding.all_gather import Transfer
-from onecopy.sharding.buffers import CopyList
+from onecopy.sharding.engine import BucketQueue, GradPhase, ParamPhase, QueuedBucket
 
 # ------------------------------------------------------------------ parameters: in place or packed
 
@@ -72,7 +72,7 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def copies(transfer: Transfer) -> Iterator[torch.Tensor]:
+def copies(transfer: PreparedGather) -> Iterator[torch.Tensor]:
     """The staged side of all copies of a transfer."""
     yield from transfer.copy_in.targets
     yield from transfer.copy_out.sources
@@ -93,7 +93,7 @@ def addresses(optimizer: ZeroRedundancyOptimizer) -> list[int]:
         tensor.data_ptr()
         for transfer in transfers_of(optimizer)
         for tensor in [
-            *[part.tensor for part in transfer.parts],
+            *[tensor for _, tensor in transfer.parts],
             *([] if transfer.slots is None else [transfer.slots]),
             *transfer.copy_in.targets,
             *transfer.copy_in.sources,
@@ -121,12 +121,12 @@ def test_large_pieces_travel_in_place_and_small_ones_packed(world: World) -> Non
     params = [large, *small]
     optimizer = ZeroRedundancyOptimizer(params, SGD, partition="whole", lr=1.0)
     (transfer,) = transfers_of(optimizer)
-    in_place = [part for part in transfer.parts if storage(part.tensor) == storage(large)]
-    assert [part.tensor.numel() for part in in_place] == [large.numel()]
-    packed = [part for part in transfer.parts if storage(part.tensor) != storage(large)]
-    assert len({part.owner for part in packed}) == len(packed), "one message per owner"
-    assert sum(part.tensor.numel() for part in packed) == 12 * world.size
-    assert len({storage(part.tensor) for part in packed}) == 1
+    in_place = [part for part in transfer.parts if storage(part[1]) == storage(large)]
+    assert [tensor.numel() for _, tensor in in_place] == [large.numel()]
+    packed = [part for part in transfer.parts if storage(part[1]) != storage(large)]
+    assert len({owner for owner, _ in packed}) == len(packed), "one message per owner"
+    assert sum(tensor.numel() for _, tensor in packed) == 12 * world.size
+    assert len({storage(tensor) for _, tensor in packed}) == 1
     assert sum(staged_storages(optimizer).values()) == 4 * 12 * world.size
     touched = {
         storage(tensor) for tensor in [*transfer.copy_in.sources, *transfer.copy_out.targets]
@@ -141,9 +141,9 @@ def test_the_large_pieces_of_a_cut_parameter_travel_in_place(world: World) -> No
     params = [nn.Parameter(torch.zeros(world.size * LARGE * 2)), nn.Parameter(torch.zeros(5))]
     optimizer = ZeroRedundancyOptimizer(params, SGD, lr=1.0)
     (transfer,) = transfers_of(optimizer)
-    cut = [part for part in transfer.parts if storage(part.tensor) == storage(params[0])]
+    cut = [part for part in transfer.parts if storage(part[1]) == storage(params[0])]
     assert len(cut) == world.size
-    assert sorted(part.owner for part in cut) == list(range(world.size))
+    assert sorted(owner for owner, _ in cut) == list(range(world.size))
     assert sum(staged_storages(optimizer).values()) <= 4 * (5 + 2)
     take_a_step(optimizer, params)
 
@@ -154,8 +154,8 @@ def test_the_only_piece_of_an_owner_travels_in_place_however_small(world: World)
     param = nn.Parameter(torch.zeros(2 * world.size))
     optimizer = ZeroRedundancyOptimizer([param], SGD, lr=1.0)
     (transfer,) = transfers_of(optimizer)
-    assert [part.owner for part in transfer.parts] == list(range(world.size))
-    assert all(storage(part.tensor) == storage(param) for part in transfer.parts)
+    assert [owner for owner, _ in transfer.parts] == list(range(world.size))
+    assert all(storage(tensor) == storage(param) for _, tensor in transfer.parts)
     assert not staged_storages(optimizer)
     take_a_step(optimizer, [param])
 
@@ -176,8 +176,8 @@ def test_parameters_in_a_bucket_view_are_never_copied(world: World) -> None:
         homes = {storage(param) for param in model.parameters()}
         assert len(homes) == len({param.dtype for param in model.parameters()})
         for transfer in transfers_of(optimizer):
-            assert all(storage(part.tensor) in homes for part in transfer.parts)
-            assert len({part.owner for part in transfer.parts}) == len(transfer.parts)
+            assert all(storage(tensor) in homes for _, tensor in transfer.parts)
+            assert len({owner for owner, _ in transfer.parts}) == len(transfer.parts)
         take_a_step(optimizer, list(model.parameters()))
 
 
@@ -188,9 +188,9 @@ def test_parameters_with_gaps_are_packed_and_their_gaps_left_alone(world: World)
     gapped = [nn.Parameter(whole[:, ::2]), nn.Parameter(torch.zeros(5))]
     optimizer = ZeroRedundancyOptimizer(gapped, SGD, lr=1.0)
     for transfer in transfers_of(optimizer):
-        for part in transfer.parts:
-            assert part.tensor.is_contiguous()
-            assert storage(part.tensor) != storage(whole)
+        for _, tensor in transfer.parts:
+            assert tensor.is_contiguous()
+            assert storage(tensor) != storage(whole)
     take_a_step(optimizer, gapped)
     assert not whole[:, 1::2].any()
 
@@ -238,21 +238,21 @@ def test_no_more_gathers_are_in_flight_than_there_is_staging_for(world: World) -
     under_way: list[Any] = []
     most = 0
 
-    start, arrive = Transfer.start, Transfer.arrive
+    start, complete = (getattr(AFTER_GATHER[0], name) for name in ("start", "complete"))
 
-    def counting_start(transfer: Transfer, rank_group: Any) -> Any:
+    def counting_start(op: Any) -> None:
         nonlocal most
-        under_way.append(transfer)
+        under_way.append(op)
         most = max(most, len(under_way))
-        return start(transfer, rank_group)
+        start(op)
 
-    def counting_arrive(transfer: Transfer, journey: Any) -> None:
-        arrive(transfer, journey)
-        under_way.remove(transfer)
+    def counting_complete(op: Any) -> None:
+        complete(op)
+        under_way.remove(op)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transfer, "start", counting_start)
-        patch.setattr(Transfer, "arrive", counting_arrive)
+        patch.setattr(AFTER_GATHER[0], "start", counting_start)
+        patch.setattr(AFTER_GATHER[0], "complete", counting_complete)
         take_a_step(optimizer, params)
     assert most == IN_FLIGHT
     assert not under_way
@@ -270,14 +270,14 @@ def test_steps_reuse_all_of_their_memory(world: World, bucket_view: bool) -> Non
         bucket_mb=SMALL_BUCKETS,
         lr=0.01,
     )
-    prepared, before = transfers_of(optimizer), addresses(optimizer)
+    prepared, before = gathers_of(optimizer), addresses(optimizer)
     parameters = [param.data_ptr() for param in model.parameters()]
     assert before
     for step in range(3):
         optimizer.zero_grad()
         model(model.batch((world.rank, step))).backward()
         optimizer.step()
-        assert transfers_of(optimizer) is prepared
+        assert gathers_of(optimizer) == prepared
         assert addresses(optimizer) == before
         assert [param.data_ptr() for param in model.parameters()] == parameters
 
@@ -311,23 +311,6 @@ def test_one_rank_sends_and_stages_nothing(world: World) -> None:
 LARGE_GRADIENT = (1 << 14) + 16
 
 
-class FirstOfTwo:
-    """As much of a transport as a lane asks for."""
-
-    rank = 0
-    hosts = Topology.apart(2)
-    at_once = False
-
-    def lends(self, *_: Any) -> bool:
-        return False
-
-    def is_native(self, *_: Any) -> bool:
-        return False
-
-    def sends_one_by_one(self, *_: Any) -> bool:
-        return not self.at_once
-
-
 def planned(
     params: Sequence[torch.Tensor],
     bucket_bytes: int,
@@ -341,31 +324,22 @@ def planned(
     return make_plan(specs, 2, bucket_bytes / 2**20)
 
 
-def lanes_of(
-    plan: Plan,
-    params: Sequence[torch.Tensor],
-    wire: torch.dtype | None = None,
-    at_once: bool = False,
+def buckets_of(
+    plan: Plan, params: Sequence[torch.Tensor], wire: torch.dtype | None = None
 ) -> list[GradBucket]:
-    rank_group = cast("Any", FirstOfTwo())
-    rank_group.at_once = at_once
-    lanes = [
-        GradBucket.of(plan, b, params, rank_group, wire, None) for b in range(len(plan.buckets))
-    ]
-    staging = LaneStaging.of_depth(len(lanes))
-    for lane in lanes:
-        lane.demand(staging)
-    for lane in lanes:
-        lane.settle(plan, params, staging)
-        lane.outgoing.fill_(float("nan"))
-    return lanes
+    """The buckets of the first of two ranks, with staging that holds NaN."""
+    buckets = []
+    for number in range(len(plan.buckets)):
+        bucket = GradBucket(BucketLayout(plan, number), params, 0, wire, None)
+        staging = torch.full((bucket.layout.numel,), math.nan, dtype=bucket.wire.dtype)
+        prepare_fills(bucket, params, staging)
+        buckets.append(bucket)
+    return buckets
 
 
-def require_filled(
-    lane: GradBucket, plan: Plan, gradients: dict[int, torch.Tensor], share: float
-) -> None:
-    for segment in plan.segments(lane.bucket):
-        found = lane.outgoing[segment.offset :][: segment.stop - segment.start]
+def require_filled(bucket: GradBucket, gradients: dict[int, torch.Tensor], share: float) -> None:
+    for segment in bucket.layout.segments():
+        found = bucket.send.tensor[segment.offset :][: segment.stop - segment.start]
         grad = gradients.get(segment.param)
         expected = torch.zeros_like(found)
         if grad is not None:
@@ -398,9 +372,9 @@ def test_every_gradient_comes_to_its_place(
     if wire is torch.float64:  # as if wider gradients were rounded for the wire
         gradients = {i: grad.double() for i, grad in gradients.items()}
         wire = None
-    for lane in lanes_of(plan, params, wire):
-        lane.fill(gradients, share)
-        require_filled(lane, plan, gradients, share)
+    for bucket in buckets_of(plan, params, wire):
+        bucket.fill(gradients, share)
+        require_filled(bucket, gradients, share)
 
 
 @given(
@@ -417,19 +391,20 @@ def test_parts_that_are_exchanged_at_once_lie_side_by_side(
     params = [torch.randn(shape) for shape in sizes]
     plan = planned(params, bucket_bytes, kind=kind)
     gradients = {i: torch.randn_like(p) for i, p in enumerate(params) if i % 3}
-    for lane in lanes_of(plan, params, at_once=True):
-        lane.fill(gradients, 0.5)
-        outgoing, of_owner = lane.parts_in_order()
-        assert not outgoing.numel() or outgoing.data_ptr() == lane.outgoing.data_ptr()
-        parts = outgoing.split(of_owner)
-        for owner, part in enumerate(parts):
-            assert part.data_ptr() == lane.part_for(owner, lane.outgoing).data_ptr()
-            start, stop = plan.range_of(lane.bucket, owner)
+    for bucket in buckets_of(plan, params):
+        bucket.fill(gradients, 0.5)
+        layout, staging = bucket.layout, bucket.send.tensor
+        ranges = sorted(each for each in map(layout.range, (0, 1)) if each[0] < each[1])
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][: len(ranges)]
+        for owner in (0, 1):
+            part = layout.part(staging, owner)
+            start, stop = plan.range_of(bucket.number, owner)
             assert part.numel() == stop - start
-            for shard in plan.shards_in(lane.bucket, owner):
+            for shard in plan.shards_in(bucket.number, owner):
                 found = part[shard.offset - start :][: shard.numel]
                 grad = gradients.get(shard.param, torch.zeros_like(params[shard.param]))
                 assert torch.equal(found, grad.flatten()[shard.start : shard.stop] * 0.5)
+                assert not shard.numel or layout.offset_of(shard) == shard.offset - start
 
 
 def test_what_is_held_is_added_to_the_finished_sum_in_runs() -> None:
@@ -437,28 +412,26 @@ def test_what_is_held_is_added_to_the_finished_sum_in_runs() -> None:
     With three of them, in runs of 2^17 elements: the last one is shorter here."""
     numel = 2 * (1 << 17) + 12_345
     torch.manual_seed(0)
-    params = [torch.zeros(2 * numel)]
-    (lane,) = lanes_of(planned(params, 1 << 30), params)
+    slot = GradientSlot(torch.zeros(numel))
     first, second, third, held = torch.randn(4, numel).unbind()
     total = (first + second) + third
     assert not torch.equal(total, (second + third) + first)
-    lane.add([first, second, third])
-    assert lane.holds
-    assert torch.equal(lane.slot, total)
-    lane.slot.copy_(held)
-    lane.add([first, second, third])
-    assert torch.equal(lane.slot, held + total)
-    assert not torch.equal(lane.slot, ((held + first) + second) + third)
+    slot.add([first, second, third])
+    assert slot.holds
+    assert torch.equal(slot.tensor, total)
+    slot.tensor.copy_(held)
+    slot.add([first, second, third])
+    assert torch.equal(slot.tensor, held + total)
+    assert not torch.equal(slot.tensor, ((held + first) + second) + third)
     for contributions, expected in [([first], first), ([first, second], first + second)]:
-        lane.slot.copy_(held)
-        lane.add(contributions)
-        assert torch.equal(lane.slot, held + expected)
+        slot.tensor.copy_(held)
+        slot.add(contributions)
+        assert torch.equal(slot.tensor, held + expected)
 
 
 def test_runs_that_are_added_up_at_a_time_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 2 * (1 << 17) + 12_345
-    params = [torch.zeros(2 * numel)]
-    (lane,) = lanes_of(planned(params, 1 << 30), params)
+    filled = GradientSlot(torch.zeros(numel))
     add, lengths = getattr(*ADD_RUN), []
 
     def watched(slot: torch.Tensor, *args: Any) -> None:
@@ -467,7 +440,7 @@ def test_runs_that_are_added_up_at_a_time_fit_the_cache(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(*ADD_RUN, watched)
     for count, expected in [(2, [numel]), (3, [1 << 17, 1 << 17, 12_345])]:
-        lane.add([torch.ones(numel)] * count)
+        filled.add([torch.ones(numel)] * count)
         assert lengths == expected
         lengths.clear()
 
@@ -475,17 +448,17 @@ def test_runs_that_are_added_up_at_a_time_fit_the_cache(monkeypatch: pytest.Monk
 def test_narrow_gradients_are_widened_before_they_are_scaled() -> None:
     params = [torch.zeros(5), torch.zeros(3)]
     plan = planned(params, 1 << 20)
-    (lane,) = lanes_of(plan, params)
+    (bucket,) = buckets_of(plan, params)
     gradients = {0: torch.randn(5).bfloat16(), 1: torch.randn(3)}
-    lane.fill(gradients, 1 / 3)
-    require_filled(lane, plan, {i: grad.float() for i, grad in gradients.items()}, 1 / 3)
+    bucket.fill(gradients, 1 / 3)
+    require_filled(bucket, {i: grad.float() for i, grad in gradients.items()}, 1 / 3)
 
 
 def test_thousands_of_small_tensors_are_a_few_stretches_without_views() -> None:
     params = [torch.zeros(16, 16) for _ in range(1000)]
-    (lane,) = lanes_of(planned(params, 1 << 20), params)
-    assert all(isinstance(place, SmallGradients) for place in lane.places)
-    assert len(lane.places) == 8
+    (bucket,) = buckets_of(planned(params, 1 << 20), params)
+    assert all(isinstance(place, SmallGradients) for place in bucket.fills)
+    assert len(bucket.fills) == 8
 
 
 def test_what_is_large_or_cut_or_stored_in_another_order_has_a_place_of_its_own() -> None:
@@ -493,26 +466,63 @@ def test_what_is_large_or_cut_or_stored_in_another_order_has_a_place_of_its_own(
         torch.zeros(LARGE_GRADIENT),
         torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]
-    (lane,) = lanes_of(planned(params, 1 << 20), params)
-    assert [isinstance(place, GradientFill) for place in lane.places] == [True, True]
+    (bucket,) = buckets_of(planned(params, 1 << 20), params)
+    assert [isinstance(place, GradientFill) for place in bucket.fills] == [True, True]
     small = [torch.zeros(100)]
-    cut = lanes_of(planned(small, 30 * 4), small)
+    cut = buckets_of(planned(small, 30 * 4), small)
     assert len(cut) > 1
-    assert all(isinstance(place, GradientFill) for lane in cut for place in lane.places)
+    assert all(isinstance(place, GradientFill) for bucket in cut for place in bucket.fills)
 
 
 def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> None:
     params = [torch.zeros(5), torch.zeros(3)]
-    (lane,) = lanes_of(planned(params, 1 << 20), params)
+    (bucket,) = buckets_of(planned(params, 1 << 20), params)
     with pytest.raises(RuntimeError, match="invalid for input of size 9"):
-        lane.fill({0: torch.zeros(6), 1: torch.zeros(3)}, 0.5)
-    assert lane.outgoing.numel() == 8
+        bucket.fill({0: torch.zeros(6), 1: torch.zeros(3)}, 0.5)
+    assert bucket.send.tensor.numel() == 8
+
+
+# ------------------------------------------------------------------ phases of a bucket
+
+
+MOVES = {
+    ParamPhase.REPLICATED: {ParamPhase.UPDATED},
+    ParamPhase.UPDATED: {ParamPhase.GATHERING},
+    ParamPhase.GATHERING: {ParamPhase.REPLICATED},
+    GradPhase.EMPTY: {GradPhase.REDUCING},
+    GradPhase.REDUCING: {GradPhase.HELD},
+    GradPhase.HELD: {GradPhase.REDUCING, GradPhase.EMPTY},
+}
+
+
+@pytest.mark.parametrize("phases", [ParamPhase, GradPhase])
+def test_a_bucket_refuses_every_other_move(phases: Any) -> None:
+    for before, after in itertools.permutations(phases, 2):
+        bucket = QueuedBucket(3, before)
+        if after in MOVES[before]:
+            bucket.move_to(after)
+            assert bucket.phase is after
+        else:
+            refusal = f"bucket 3 is {before.value} and cannot become {after.value}"
+            with pytest.raises(RuntimeError, match=refusal):
+                bucket.move_to(after)
+            assert bucket.phase is before
+
+
+@distributed(2)
+def test_a_bucket_that_was_not_updated_is_not_gathered(world: World) -> None:
+    params = [nn.Parameter(torch.zeros(8))]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=1.0)
+    with pytest.raises(RuntimeError, match="bucket 0 is replicated and cannot become gathering"):
+        gatherer_of(optimizer).launch(0)
+    assert not in_flight(optimizer)
+    take_a_step(optimizer, params)
 
 
 # ------------------------------------------------------------------ interrupted on the way
 
 
-LAUNCH = (ReduceScatterQueue, "launch")
+LAUNCH = (BucketQueue, "launch")
 ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 
 
@@ -540,9 +550,9 @@ def raising_once(
 
 
 LANDING = [
-    (GradBucket, "add", "before", MemoryError),
-    (GradBucket, "add", "after", KeyboardInterrupt),
-    (ReduceInFlight, "give_back", "after", KeyboardInterrupt),
+    (*ADD_CONTRIBUTIONS, "before", MemoryError),
+    (*ADD_CONTRIBUTIONS, "after", KeyboardInterrupt),
+    (*AFTER_REDUCE, "after", KeyboardInterrupt),
 ]
 USES: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: optimizer.step(),

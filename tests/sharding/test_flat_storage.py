@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from onecopy.comm.interface import Buffer
 from onecopy.planning.layout import first_overlap, flat_range, is_dense, one_of_each
 from onecopy.planning.plan import ParamSpec, Plan, make_plan
 from onecopy.planning.traits import Kind
@@ -160,32 +160,30 @@ def test_two_parameters_that_share_a_storage_go_on_sharing_it() -> None:
 
 def test_staging_is_reused_every_so_many_turns_and_fits_the_largest() -> None:
     like = torch.empty(0)
-    staging = StagingPool(depth=3)
+    staging = StagingPool()
     wanted = [5, 8, 2, 9, 1, 2, 7]
-    for turn, numel in enumerate(wanted):
-        staging.demand(turn, numel, like)
-    buffers = [staging.reserve(turn, numel, like) for turn, numel in enumerate(wanted)]
-    assert [buffer.numel() for buffer in buffers] == wanted
-    assert [buffer.dtype for buffer in buffers] == [torch.float32] * len(wanted)
-    for i, j in itertools.combinations(range(len(wanted)), 2):
-        same_memory = buffers[i].data_ptr() == buffers[j].data_ptr()
-        assert same_memory is ((j - i) % 3 == 0)
-    assert first_overlap(buffers[:3]) is None
-    storages = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in buffers}
-    assert sum(storages.values()) == 4 * (9 + 8 + 2)  # each as large as its largest, no larger
+    for number, numel in enumerate(wanted):
+        staging.demand(number % 3, numel, like)
+    buffers = [staging.reserve(turn % 3, like, Buffer.allocate) for turn in range(len(wanted))]
+    assert buffers == [buffers[number % 3] for number in range(len(wanted))]
+    tensors = [buffer.tensor for buffer in buffers[:3]]
+    assert [tensor.dtype for tensor in tensors] == [torch.float32] * 3
+    assert [tensor.numel() for tensor in tensors] == [9, 8, 2]  # as large as its largest, no larger
+    assert first_overlap(tensors) is None
+    assert staging.nbytes() == 4 * (9 + 8 + 2)
 
 
 def test_staging_of_other_dtypes_is_other_memory() -> None:
-    staging = StagingPool(depth=2)
+    staging = StagingPool()
     narrow, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.float64)
     for like in (narrow, wide):
         staging.demand(0, 4, like)
-    buffers = [staging.reserve(0, 4, like) for like in (narrow, wide)]
+    buffers = [staging.reserve(0, like, Buffer.allocate).tensor for like in (narrow, wide)]
     assert [buffer.dtype for buffer in buffers] == [torch.bfloat16, torch.float64]
     assert first_overlap(buffers) is None
 
 
 def test_staging_starts_without_garbage() -> None:
-    staging = StagingPool(depth=1)
+    staging = StagingPool()
     staging.demand(0, 1000, torch.empty(0))
-    assert not staging.reserve(0, 1000, torch.empty(0)).any()
+    assert not staging.reserve(0, torch.empty(0), Buffer.allocate).tensor.any()

@@ -11,8 +11,10 @@ Most functions take an optimizer and return a part of it. What tests replace is 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +22,21 @@ import torch
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
 from onecopy.checkpoint import load, metadata, save
 from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
-from onecopy.comm import agreement, group, monitor, process_group, transfer
+from onecopy.comm import agreement, c10d, group, interface, monitor, process_group, transfer
+from onecopy.comm.gloo import comm as gloo
 from onecopy.comm.gloo import local_ranks
 from onecopy.comm.gloo.shared_memory import SharedMemory
+from onecopy.comm.gloo.topology import ReduceRoutes, Topology
 from onecopy.comm.group import RankGroup
+from onecopy.comm.interface import Comm, CopyList, GradientSlot
 from onecopy.comm.stats import Traffic
 from onecopy.gradients import reducer
 from onecopy.gradients.hooks import LazyGather
-from onecopy.gradients.reducer import (
-    GradBucket,
-    GradientReducer,
-    ReduceInFlight,
-    ReduceScatterQueue,
-)
+from onecopy.gradients.reducer import GradBucket, GradientReducer
 from onecopy.planning import sizes, traits
 from onecopy.planning.plan import Plan
 from onecopy.sharding import inner, sharded_params
-from onecopy.sharding.all_gather import AllGatherQueue, Transfer
+from onecopy.sharding.engine import AllGathers
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.sharded_params import ShardedParams
 
@@ -75,21 +75,54 @@ def private_group_of(
 ) -> torch.distributed.ProcessGroup | None:
     """The process group that the package made for itself."""
     found = owner if isinstance(owner, RankGroup) else owner._rank_group
-    return found._group
+    return found.process_group
 
 
-def gatherer_of(optimizer: ZeroRedundancyOptimizer) -> AllGatherQueue:
+def gatherer_of(optimizer: ZeroRedundancyOptimizer) -> AllGathers:
     return optimizer._params.all_gathers
 
 
-def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[Transfer]:
+def comm_of(optimizer: ZeroRedundancyOptimizer) -> Comm:
+    """The collectives of the all-gathers, of tensors on the CPU."""
+    return optimizer._params.all_gathers._comm_for(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class PreparedGather:
+    """What the all-gather of a bucket sends, receives and copies."""
+
+    copy_in: CopyList
+    copy_out: CopyList
+    parts: list[tuple[int, torch.Tensor]]  # by owner: sent or received in messages
+    slots: torch.Tensor | None  # of all ranks, for a collective of the backend
+    shared: torch.Tensor | None  # what local ranks read of this rank's
+    reads: int  # in the memory of so many others
+
+
+def gathers_of(optimizer: ZeroRedundancyOptimizer) -> list[Any]:
     """The prepared all-gathers, one per bucket."""
-    return optimizer._params.all_gathers._transfers
+    buckets = optimizer._params.all_gathers.buckets
+    assert buckets is not None
+    return [bucket.op for bucket in buckets]
+
+
+def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[PreparedGather]:
+    return [_prepared_gather(op) for op in gathers_of(optimizer)]
+
+
+def _prepared_gather(op: Any) -> PreparedGather:
+    if isinstance(op, gloo._AllGather):
+        parts = [(owner, tensor) for owner, tensor, _ in op._messages]
+        return PreparedGather(op._copy_in, op._copy_out, parts, None, op._own, len(op._sources))
+    within = inspect.getclosurevars(op._launch).nonlocals
+    parts = list(map(tuple, within.get("parts", ())))
+    copies = (op._copy_in or CopyList(), op._copy_out or CopyList())
+    return PreparedGather(*copies, parts, within.get("slots"), None, 0)
 
 
 def in_flight(optimizer: ZeroRedundancyOptimizer) -> Collection[int]:
     """The buckets whose all-gather was launched and not awaited."""
-    return optimizer._params.all_gathers._launched
+    return optimizer._params.all_gathers.in_flight
 
 
 def staged_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
@@ -109,7 +142,60 @@ def reducer_of(optimizer: ZeroRedundancyOptimizer) -> GradientReducer:
 
 def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[GradBucket]:
     """The reduce-scatters of an attached optimizer, one per bucket."""
-    return reducer_of(optimizer).roadway.lanes
+    return reducer_of(optimizer)._prepared.buckets
+
+
+def routes_of(bucket: GradBucket) -> ReduceRoutes:
+    """By which ranks the gradients of a bucket leave this one; by all, without messages."""
+    op = bucket.op
+    return op.routes if isinstance(op, gloo._ReduceScatter) else ReduceRoutes()
+
+
+def staging_used(reducer: GradientReducer) -> Iterator[tuple[torch.Tensor, int]]:
+    """Every buffer of every bucket of ranks that send messages, and the bytes used of it."""
+    for bucket in reducer._prepared.buckets:
+        op: Any = bucket.op
+        yield op._whole, op._whole.nbytes
+        tensors = [*op._received.values(), *op._relayed.values()]
+        for buffer in op.buffers[1:]:
+            storage = buffer.tensor.untyped_storage().data_ptr()
+            inside = [t for t in tensors if t.untyped_storage().data_ptr() == storage]
+            yield buffer.tensor, sum(tensor.nbytes for tensor in inside)
+
+
+def prepare_fills(
+    bucket: GradBucket, params: Sequence[torch.Tensor], staging: torch.Tensor
+) -> None:
+    """Let a bucket that no reducer knows be filled in this staging."""
+    bucket.send = interface.Buffer(staging)
+    bucket.fills = tuple(reducer._fills(bucket.layout.segments(), params, staging))
+
+
+def pending_reads(comm: gloo.GlooComm, tag: int, sources: Any = None) -> gloo._Pending:
+    """What these ranks, or all on this host, will share next with a tag; to be awaited."""
+    pending = gloo._Pending(comm.group.monitor)
+    sources = comm.peers if sources is None else sources
+    pending.reads = [comm.local_ranks.read_from(source, tag) for source in sources]
+    return pending
+
+
+def pending_task(comm: gloo.GlooComm, task: Any) -> gloo._Pending:
+    """What the relay thread does; to be awaited."""
+    pending = gloo._Pending(comm.group.monitor)
+    pending.tasks.append(task)
+    return pending
+
+
+def pretend_local_ranks(group: Any, topology: Topology) -> None:
+    """As if ranks had found one another, in a group that cannot communicate."""
+    pids = dict.fromkeys(topology.local_peers(group.rank), 0)
+    found = local_ranks.LocalRanks(group.rank, topology, pids)
+    gloo._local_ranks[group.user_group] = found
+
+
+def staging_of(bucket: GradBucket) -> list[torch.Tensor]:
+    """The buffers of the reduce-scatter of a bucket."""
+    return [buffer.tensor for buffer in bucket.op.buffers]
 
 
 def begin_backward(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -120,13 +206,13 @@ def begin_backward(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def phase_of(optimizer: ZeroRedundancyOptimizer) -> Any:
     """Which buckets of the present backward were launched, and what they wait for."""
-    return reducer_of(optimizer)._phase
+    return reducer_of(optimizer)._backward
 
 
 def next_bucket(optimizer: ZeroRedundancyOptimizer) -> int:
     """The first bucket that the present backward has not launched."""
     reducer = reducer_of(optimizer)
-    return reducer._next(reducer._phase)
+    return reducer._next(reducer._backward)
 
 
 def deliver(optimizer: ZeroRedundancyOptimizer, index: int, param: torch.Tensor) -> None:
@@ -223,8 +309,8 @@ def private_groups() -> Mapping[Any, Any]:
 
 def forget_lent_memory() -> None:
     """Release what was lent to other ranks; all of them have read it."""
-    for found in group._local_ranks.values():
-        found.forget()
+    for found in gloo._local_ranks.values():
+        found.release_unused()
 
 
 _host = local_ranks._host_id
@@ -249,11 +335,6 @@ def was_read(memory: SharedMemory) -> bool:
     return memory._was_read.take()
 
 
-def take_first(flights: ReduceScatterQueue) -> ReduceInFlight:
-    """Remove the flight that was launched first."""
-    return flights._under_way.popleft()
-
-
 # ------------------------------- functions and constants of modules -------------------------------
 
 TRIES_A_STEP = "_try_step"  # raises what an optimizer class raised on empty tensors
@@ -269,10 +350,10 @@ pack, unpack = transfer._pack, transfer._unpack
 
 # ------------------------------- to be patched: (owner, name) -------------------------------
 
-AFTER_GATHER = (AllGatherQueue, "_arrive")
-ADD_CONTRIBUTIONS = (GradBucket, "add")  # to the reduced gradient of a bucket
-ADD_RUN = (reducer, "_add_run")  # the same for a run of its elements
-ALL_GATHER_SINGLE = (group, "_all_gather_single")
+AFTER_GATHER = (gloo._AllGather, "complete")
+ADD_CONTRIBUTIONS = (GradientSlot, "add")  # to the reduced gradient of a bucket
+ADD_RUN = (interface, "_add_run")  # the same for a run of its elements
+ALL_GATHER_SINGLE = (c10d, "_all_gather_single")
 BACKENDS = (group, "backends")
 BEFORE_LAZY_FORWARD = (LazyGather, "_before")
 CLAIM_BUCKET = (GradientReducer, "_claim")  # for the thread that will launch it
@@ -281,7 +362,7 @@ STORE_ANSWER_SECONDS = (agreement, "_ANSWER_SECONDS")
 STORE_BEAT_SECONDS = (agreement, "_BEAT_SECONDS")
 STORE_DEAD_SECONDS = (agreement, "_DEAD_SECONDS")
 STORE_LONGEST_NAP = (agreement, "_LONGEST_NAP")
-FIND_NEIGHBOURS = (group, "find_local_ranks")
+FIND_LOCAL_RANKS = (gloo, "find_local_ranks")
 NOTES_ANSWER_SECONDS = (monitor, "ANSWER_WITHIN")
 NOTES_REPORT_SECONDS = (monitor, "REPORT_WITHIN")
 PACKED_BYTES = (transfer, "PACKED_BYTES")
@@ -290,11 +371,14 @@ PROBED_KINDS = (traits, "_probed")
 RANGE_BYTES = (transfer, "RANGE_BYTES")
 READ_CHECKPOINT = (load, "_read")
 READ_METADATA = (load, "read_metadata")
-REDUCE_SCATTER_SINGLE = (group, "_reduce_scatter_single")
+REDUCE_SCATTER_SINGLE = (c10d, "_reduce_scatter_single")
 RELEASE = (optimizer, "__version__")
 SAVING_READS_METADATA = (save, "read_metadata")
 SEARCH_FOR_MODULES = (sharded_params, "ModuleWatch")
-SEND_GRADIENTS = (ReduceScatterQueue, "_send")
-SHARED_MEMORY = (group, "SharedMemory")
+AFTER_REDUCE = (gloo._ReduceScatter, "complete")
+WAIT_FOR_GRADIENTS = (gloo._ReduceScatter, "wait")
+WAIT_FOR_READERS = (gloo.SharedBuffer, "wait_until_read")
+SEND_GRADIENTS = (gloo._ReduceScatter, "start")
+SHARED_MEMORY = (gloo, "SharedMemory")
 STEP_WITHOUT_HOOKS = (inner, "step_without_hooks")  # of an inner optimizer
 WRITE_METADATA = (save, "write_metadata")

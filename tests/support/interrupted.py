@@ -27,7 +27,7 @@ from inside import WRITE_METADATA, share_memory_from
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.sharding.all_gather import AllGatherQueue
+from onecopy.sharding.engine import AllGathers
 
 # Ignored in what a shell has started in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -244,7 +244,7 @@ def stopped_in_a_step() -> None:
     """Where the other one is, too."""
     optimizer = made(attach=False)
     if RANK == VICTIM:
-        AllGatherQueue.start = stop  # type: ignore[assignment]
+        AllGathers.launch = stop  # type: ignore[assignment]
     without_the_other(optimizer.step, stops_at_once=False)
 
 

@@ -1,4 +1,4 @@
 """CPU ranks on gloo: shared memory between ranks of a host, relay ranks between hosts.
 
-Read in this order: topology, shared_memory, local_ranks.
+Read in this order: topology, shared_memory, local_ranks, comm.
 """

@@ -1,8 +1,8 @@
 """Ranks on the same host, which read data in one another's memory.
 
-gloo carries everything through TCP, also between two processes of one machine, where the kernel
-then copies each byte twice and does the work of a network besides. Neighbours say *where* the data
-is instead of sending it (``lending.py``).
+gloo carries everything through TCP, also between two processes of one machine: the kernel then
+copies each byte twice and does the work of a network besides. Local ranks post *where* the data is,
+in a mailbox, instead of sending it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import torch
 from onecopy.comm.gloo.shared_memory import (
     NOT_COMING,
     Address,
-    Desk,
     Inbox,
     MappedMemory,
     Outbox,
     SharedMemory,
+    inbox_in,
     is_available,
+    make_outboxes,
     memory_of,
 )
 from onecopy.comm.gloo.topology import Topology
@@ -44,15 +45,15 @@ _ENDING = 0.5  # seconds that a process may take from losing its memory to being
 
 @dataclass(slots=True, eq=False)
 class SharedRead:
-    """Data that a neighbour lends: a letter says where it is, and then it can be read."""
+    """Data in the memory of another rank: a message says where it is, and then it can be read."""
 
     local_ranks: LocalRanks
-    lender: int
-    letter: tuple[int, int]  # by which it is found
+    source: int
+    message: tuple[int, int]  # its key in the mailbox
     address: Address = field(init=False)  # once it has arrived
     memory: MappedMemory = field(init=False)
     has_arrived: bool = False
-    is_given_back: bool = False
+    is_released: bool = False
 
     def arrive(self, patience: Callable[[], float]) -> None:
         """Wait until the data can be read."""
@@ -60,112 +61,106 @@ class SharedRead:
             return
         self.address = self.local_ranks.find(self, patience)
         if self.address == NOT_COMING:
-            raise RuntimeError(f"rank {self.lender} has not received what it was to pass on")
-        self.memory = self.local_ranks.map(self.lender, self.address)
+            raise RuntimeError(f"rank {self.source} has not received what it was to pass on")
+        self.memory = self.local_ranks.map(self.source, self.address)
         self.has_arrived = True
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """The data, in the lender's memory: not to be written to."""
+        """The data, in the memory of the other rank: not to be written to."""
         if not 0 <= self.address.start <= self.address.stop <= len(self.memory.data):
-            raise RuntimeError(f"rank {self.lender} has lent memory that it does not have")
+            raise RuntimeError(f"rank {self.source} has shared memory that it does not have")
         return self.memory.data[self.address.start : self.address.stop].view(dtype)
 
-    def give_back(self) -> None:
-        """It was read: the lender may write there again. Once, however often this is called."""
-        if not self.is_given_back:
-            self.memory.give_back(self.local_ranks.rank, self.address.ticket)
-            self.is_given_back = True
+    def release(self) -> None:
+        """It was read: its owner may write there again. Once, however often this is called."""
+        if not self.is_released:
+            self.memory.mark_read(self.local_ranks.rank, self.address.sequence)
+            self.is_released = True
 
 
 class Messages(NamedTuple):
-    """What lent memory is to be told of, to each of its readers."""
+    """Where the data is, for each of its readers."""
 
     tag: int
     addresses: Mapping[int, Address]  # by reader
 
     def of_failure(self) -> Messages:
-        """To the same readers: it is not there, and never will be."""
+        """To the same readers: the data will never come."""
         return Messages(self.tag, dict.fromkeys(self.addresses, NOT_COMING))
 
 
 @dataclass(eq=False)
 class LocalRanks:
-    """The ranks on this host, by their process; this one is not among them."""
+    """The other ranks on this host, by their process."""
 
     rank: int
-    hosts: Topology  # of all ranks
+    topology: Topology  # of all ranks
     pids: Mapping[int, int] = field(default_factory=dict)
     _outboxes: Mapping[int, Outbox] = field(default_factory=dict)
     _inboxes: Mapping[int, Inbox] = field(default_factory=dict)
-    _borrowed: dict[tuple[int, int], MappedMemory] = field(default_factory=dict)
-    # What was lent is kept until it was read, also if its owner has let go of it.
-    _lent: set[SharedMemory] = field(default_factory=set)
+    _mapped: dict[tuple[int, int], MappedMemory] = field(default_factory=dict)
+    # What was shared is kept until it was read, also if its owner has let go of it.
+    _shared: set[SharedMemory] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.pids:
-            weakref.finalize(self, _linger, self._lent, self.pids)
+            weakref.finalize(self, _linger, self._shared, self.pids)
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self.pids
-
-    def __len__(self) -> int:
-        return len(self.pids)
-
-    def lend(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> Messages:
-        """Which part of the memory is for the readers, by rank. They are told by ``write``; the
-        memory counts as lent from now on."""
-        memory.lend(list(parts))
-        self._lent.add(memory)
+    def share(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> Messages:
+        """Messages to the readers, by rank, about which part of the memory is for them. ``post``
+        sends them; the memory counts as shared from now on."""
+        memory.share(list(parts))
+        self._shared.add(memory)
         return Messages(tag, {reader: memory.address(part) for reader, part in parts.items()})
 
-    def write(self, letters: Messages, patience: Callable[[], float]) -> None:
-        """Tell the readers. Any thread may."""
-        for reader, address in letters.addresses.items():
-            write = functools.partial(self._outboxes[reader].write, letters.tag, address)
-            if not write(0) and not self._wait(self._making_room(write), [reader], patience):
-                raise RuntimeError(f"rank {reader} takes no more letters")
+    def post(self, messages: Messages, patience: Callable[[], float]) -> None:
+        """Send messages. Any thread may."""
+        for reader, address in messages.addresses.items():
+            post = functools.partial(self._outboxes[reader].post, messages.tag, address)
+            if not post(0) and not self._wait(self._making_room(post), [reader], patience):
+                raise RuntimeError(f"rank {reader} takes no more messages")
 
-    def _making_room(self, write: Callable[[float], bool]) -> Callable[[float], bool]:
+    def _making_room(self, post: Callable[[float], bool]) -> Callable[[float], bool]:
         """The reader may itself wait for room at this rank."""
 
-        def written(seconds: float) -> bool:
+        def posted(seconds: float) -> bool:
             for inbox in self._inboxes.values():
                 inbox.make_room()
-            return write(seconds)
+            return post(seconds)
 
-        return written
+        return posted
 
-    def borrow(self, lender: int, tag: int) -> SharedRead:
-        """What the lender's next ``lend`` with this tag will tell."""
-        return SharedRead(self, lender, self._inboxes[lender].expect(tag))
+    def read_from(self, source: int, tag: int) -> SharedRead:
+        """What the next ``share`` of that rank with this tag is about."""
+        return SharedRead(self, source, self._inboxes[source].expect(tag))
 
-    def find(self, shared_read: SharedRead, patience: Callable[[], float]) -> Address:
-        """Where the data is; waits for the letter."""
-        inbox = self._inboxes[shared_read.lender]
-        has_come = functools.partial(inbox.has, shared_read.letter)
-        if not has_come(0) and not self._wait(has_come, [shared_read.lender], patience):
-            raise RuntimeError(f"rank {shared_read.lender} has not lent what it should")
-        return inbox.take_out(shared_read.letter)
+    def find(self, read: SharedRead, patience: Callable[[], float]) -> Address:
+        """Where the data is; waits for the message."""
+        inbox = self._inboxes[read.source]
+        has_come = functools.partial(inbox.has, read.message)
+        if not has_come(0) and not self._wait(has_come, [read.source], patience):
+            raise RuntimeError(f"rank {read.source} has not shared what it should")
+        return inbox.take(read.message)
 
-    def map(self, lender: int, at: Address) -> MappedMemory:
-        """The memory of a neighbour, mapped when it is met for the first time."""
-        known = self._borrowed.get((lender, at.fd))
+    def map(self, source: int, at: Address) -> MappedMemory:
+        """The memory of another rank, mapped when it is met for the first time."""
+        known = self._mapped.get((source, at.fd))
         if known is None or known.generation != at.generation:
             try:
-                known = MappedMemory(memory_of(self.pids[lender], at.fd), self.hosts.world_size)
+                known = MappedMemory(memory_of(self.pids[source], at.fd), self.topology.world_size)
                 if known.generation != at.generation:
-                    raise OSError("another one has its descriptor")
+                    raise OSError("other memory has its descriptor")
             except OSError as error:
-                raise RuntimeError(f"the memory of rank {lender} is gone") from error
-            self._borrowed[lender, at.fd] = known
+                raise RuntimeError(f"the memory of rank {source} is gone") from error
+            self._mapped[source, at.fd] = known
         return known
 
     def wait_until_read(self, memory: SharedMemory, patience: Callable[[], float]) -> None:
-        """Until all readers of what was lent before have read it; at once, nearly always."""
+        """Until all readers have read what was shared before; at once, nearly always."""
         if not memory.wait_until_read(0):
             unread = memory.unread()
             if not self._wait(memory.wait_until_read, unread, patience):
-                raise RuntimeError(f"ranks {unread} have not read what was lent to them")
+                raise RuntimeError(f"ranks {unread} have not read what was shared with them")
 
     def _wait(
         self,
@@ -173,8 +168,8 @@ class LocalRanks:
         ranks: Sequence[int],
         patience: Callable[[], float],
     ) -> bool:
-        """Until it is done, or one of the ranks has ended, or patience has. ``is_done`` waits so
-        many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
+        """Until it is done, or one of the ranks has ended, or the time is over. ``is_done`` waits
+        so many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
         with marking_interruptions(), contextlib.ExitStack() as stack:
             if is_done(_AT_FIRST):
                 return True
@@ -199,24 +194,24 @@ class LocalRanks:
                     return found
                 time.sleep(0.05)
 
-    def forget(self) -> None:
+    def release_unused(self) -> None:
         """Let go of what is no longer used; what is met again will be mapped again."""
-        self._borrowed.clear()
-        # A copy: an optimizer that is collected in the meantime forgets, too, in any thread.
-        self._lent.difference_update([each for each in list(self._lent) if not each.unread()])
+        self._mapped.clear()
+        # A copy: an optimizer that is collected in the meantime does the same, in any thread.
+        self._shared.difference_update([each for each in list(self._shared) if not each.unread()])
 
     def abandon(self) -> None:
-        """Nobody will read what was lent."""
-        self._lent.clear()
+        """Nobody will read what was shared."""
+        self._shared.clear()
 
 
-def _linger(lent: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
+def _linger(shared: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
     """Memory that a reader has not mapped yet vanishes with the process, or with its group: give
     the reader a moment."""
     until = time.monotonic() + _LINGERING
     with contextlib.ExitStack() as stack:
         have_ended = None
-        for memory in list(lent):
+        for memory in list(shared):
             while memory.unmapped() and time.monotonic() < until:
                 have_ended = have_ended or _ends_of(pids.values(), stack)
                 if have_ended():
@@ -224,59 +219,57 @@ def _linger(lent: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
                 time.sleep(0.001)
 
 
-# -------------------------------------------------------------------------- who is one
+# -------------------------------------------------------------------------- discovery
 
 
 def find_local_ranks(
-    rank: int, everybody: Callable[[bytes], list[bytes]], world_size: int
+    rank: int, all_gather: Callable[[bytes], list[bytes]], world_size: int
 ) -> LocalRanks:
-    """Who is on this host. Collective: ``everybody`` gathers equally long payloads of all ranks.
+    """The ranks on this host. Collective: ``all_gather`` takes equally long payloads of all ranks.
 
-    All ranks of a host are neighbours, or none: if one of them cannot read another's memory.
+    All ranks of a host are local ranks, or none: if one of them cannot read another's memory.
     """
     probe = _probe(world_size)
     host, fd = (os.urandom(16), -1) if probe is None else (probe.host, probe.memory.fd)
-    said = everybody(struct.pack(_ABOUT, host, os.getpid(), fd))
-    hosts, pids, fds = zip(*(struct.unpack(_ABOUT, each) for each in said), strict=True)
+    found = all_gather(struct.pack(_PROCESS, host, os.getpid(), fd))
+    hosts, pids, fds = zip(*(struct.unpack(_PROCESS, each) for each in found), strict=True)
     same = [other for other in range(world_size) if hosts[other] == host]
     with contextlib.ExitStack() as closing:
-        desk = _desk(len(same), closing) if probe is not None else None
+        outboxes, mailbox_fd = None, -1
+        if probe is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # no such memory here
+                mailbox_fd, outboxes = make_outboxes(len(same))
+                closing.callback(os.close, mailbox_fd)
         reads_all = all(_can_read(pids[other], fds[other], world_size) for other in same)
-        desks = everybody(struct.pack(_DESK, desk.fd if desk is not None and reads_all else -1))
-        boxes = _inboxes(same.index(rank), {r: (pids[r], desks[r]) for r in same if r != rank})
-        # Collective also in that the desks stay open until all have looked.
-        have_all = everybody(bytes([desk is not None and boxes is not None]))
+        mailboxes = all_gather(struct.pack(_MAILBOX_FD, mailbox_fd if reads_all else -1))
+        inboxes = _inboxes(
+            same.index(rank), {r: (pids[r], mailboxes[r]) for r in same if r != rank}
+        )
+        # Collective also in that the descriptors stay open until all have looked.
+        have_all = all_gather(bytes([outboxes is not None and inboxes is not None]))
     lacking = {hosts[other] for other in range(world_size) if have_all[other] == b"\0"}
-    apart = [(each, other if each in lacking else -1) for other, each in enumerate(hosts)]
-    found = Topology.by_name(apart)
-    if desk is None or boxes is None or host in lacking:
-        return LocalRanks(rank, found)
-    outboxes = {other: desk.outboxes[same.index(other)] for other in boxes}
-    return LocalRanks(rank, found, {r: pids[r] for r in boxes}, outboxes, boxes)
+    topology = Topology.by_name(
+        [(each, other if each in lacking else -1) for other, each in enumerate(hosts)]
+    )
+    if outboxes is None or inboxes is None or host in lacking:
+        return LocalRanks(rank, topology)
+    by_rank = {other: outboxes[same.index(other)] for other in inboxes}
+    return LocalRanks(rank, topology, {r: pids[r] for r in inboxes}, by_rank, inboxes)
 
 
-def _desk(boxes: int, closing: contextlib.ExitStack) -> Desk | None:
-    try:
-        desk = Desk.make(boxes)
-    except (OSError, RuntimeError):  # no such memory here
-        return None
-    closing.callback(os.close, desk.fd)
-    return desk
-
-
-def _inboxes(mine: int, desks: Mapping[int, tuple[int, bytes]]) -> dict[int, Inbox] | None:
-    """This rank's boxes at the others' desks, if all are there."""
+def _inboxes(mine: int, mailboxes: Mapping[int, tuple[int, bytes]]) -> dict[int, Inbox] | None:
+    """The mailboxes of the others to this rank, if all are there."""
     try:
         return {
-            rank: Desk.inbox(memory_of(pid, *struct.unpack(_DESK, desk)), mine)
-            for rank, (pid, desk) in desks.items()
+            rank: inbox_in(memory_of(pid, *struct.unpack(_MAILBOX_FD, fd)), mine)
+            for rank, (pid, fd) in mailboxes.items()
         }
     except (OSError, RuntimeError):
         return None
 
 
-_ABOUT = "16sqq"  # a rank: its host, its process, the file descriptor of its probe
-_DESK = "q"  # the file descriptor of its desk; -1 if it cannot read the others' memory
+_PROCESS = "16sqq"  # of a rank: its host, its process, the file descriptor of its probe
+_MAILBOX_FD = "q"  # the file descriptor of its mailboxes; -1 if it cannot read the others' memory
 _SECRET = b"onecopy memory\0\0"
 
 

@@ -13,14 +13,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-SEMAPHORE_BYTES = (
-    64  # bytes that one is given: more than a sem_t has anywhere, and a line of the cache
-)
+SEMAPHORE_BYTES = 64  # more than a sem_t has on any system, and a line of the cache
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK_MONOTONIC = 1
@@ -35,7 +32,7 @@ def are_available() -> bool:
 
 
 class Semaphore:
-    """At the beginning of ``memory``; made there by one process, used by several."""
+    """At the beginning of ``memory``; initialised by one process, used by several."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # must not be unmapped
@@ -52,11 +49,11 @@ class Semaphore:
         _libc.sem_post(self._at)
 
     def take(self) -> bool:
-        """Pass it, if that is possible at once."""
+        """Decrement it, if that is possible at once."""
         return bool(_libc.sem_trywait(self._at) == 0)
 
     def wait(self, seconds: float) -> bool:
-        """Pass it within a time. A signal may end that earlier: to be called in a loop."""
+        """Decrement it within so many seconds. A signal ends the wait: call it in a loop."""
         if self.take():
             return True
         if _sem_clockwait is not None:
@@ -70,7 +67,7 @@ class Semaphore:
         return bool(done == 0)
 
 
-# A clock that nobody sets; only younger libraries know how to use it here.
+# It takes the monotonic clock, which is never set back. Old C libraries lack it.
 _sem_clockwait = getattr(_libc, "sem_clockwait", None)
 
 
@@ -79,38 +76,38 @@ def _timespec(moment: float) -> _Timespec:
 
 
 _ALIGNMENT = 64
-_NAME = "onecopy"
+_FILE_NAME = "onecopy"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
-# What no other memory has, of any process.
+# Distinct from those of all other processes.
 _generations = itertools.count(int.from_bytes(os.urandom(7), "little"))
 
 
 class Address(NamedTuple):
-    """Where lent data is."""
+    """Where shared data is."""
 
-    fd: int  # of the memory, in the lender's process
-    generation: int  # by which the memory is known: others may have had the descriptor before
+    fd: int  # of the memory, in the process of its owner
+    generation: int  # of the memory: another one may have had the descriptor before
     start: int  # in bytes
     stop: int
-    ticket: int  # to be noted when it was read
+    sequence: int  # marked when the data was read
 
 
-NOT_COMING = Address(-1, 0, 0, 0, 0)  # what should have been lent never came
+NOT_COMING = Address(-1, 0, 0, 0, 0)  # what was to be shared will never come
 
 
 # -------------------------------------------------------------------------- memory
 
 
 def is_available() -> bool:
-    """Whether this system has such memory, and can tell when a process has ended."""
+    """Whether this system has such memory, and reports when a process has ended."""
     functions = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
     return functions and bool(_SEALS) and hasattr(fcntl, "F_ADD_SEALS") and are_available()
 
 
 def anonymous_memory(numbytes: int) -> tuple[int, torch.Tensor]:
     """A file without a name, which cannot change its size, and all of it, mapped."""
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, numbytes)  # an error now, instead of a signal when it is used
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -135,8 +132,8 @@ def memory_of(pid: int, fd: int) -> torch.Tensor:
 
 
 def _require_ours(path: str) -> None:
-    if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
-        raise OSError(f"{path} is not memory that was lent")
+    if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME} "):
+        raise OSError(f"{path} is not memory that was shared")
 
 
 @torch.inference_mode(False)  # here and below: it will be written to in other modes, too
@@ -145,7 +142,7 @@ def _mapped(path: str, size: int) -> torch.Tensor:
 
 
 class SharedMemory:
-    """Memory of this process that neighbours can map. It starts with zeros."""
+    """Memory of this process that local ranks can map. It starts with zeros."""
 
     @torch.inference_mode(False)
     def __init__(self, numbytes: int, world_size: int) -> None:
@@ -154,37 +151,37 @@ class SharedMemory:
         # Not when the process ends: a reader may be about to open it, and the kernel closes it.
         weakref.finalize(self, os.close, self.fd).atexit = False
         self._was_read = Semaphore.make(memory)
-        self._read = _tickets(memory, world_size)
+        self._read = _sequences(memory, world_size)
         self.data = memory[head : head + numbytes]
         self._generation = next(_generations)
-        _known_by(memory).fill_(self._generation)
-        self._ticket = 0
+        _generation_in(memory).fill_(self._generation)
+        self._sequence = 0
         self._readers: Sequence[int] = ()
         self._awaited = 0  # times that a reader has yet to post
 
-    def lend(self, readers: Sequence[int]) -> None:
-        """The data is complete; the readers will note when they have read it."""
-        self._ticket += 1
+    def share(self, readers: Sequence[int]) -> None:
+        """The data is complete; the readers mark when they have read it."""
+        self._sequence += 1
         self._readers = readers
         self._awaited += len(readers)
 
     def address(self, data: torch.Tensor) -> Address:
         """Of a part of the data, for a reader."""
         start = data.data_ptr() - self.data.data_ptr()
-        return Address(self.fd, self._generation, start, start + data.nbytes, self._ticket)
+        return Address(self.fd, self._generation, start, start + data.nbytes, self._sequence)
 
     def wait_until_read(self, seconds: float) -> bool:
-        """Whether nobody reads what was lent before; the memory may be filled again then."""
+        """Whether nobody reads what was shared before; then the memory may be filled again."""
         while self._awaited and self._was_read.wait(seconds):
             self._awaited -= 1
         return not self._awaited
 
     def unread(self) -> list[int]:
-        """The readers that have not read what was lent last."""
+        """The readers that have not read what was shared last."""
         if not self._readers:
             return []
         read = self._read.tolist()
-        return [reader for reader in self._readers if read[reader] < self._ticket]
+        return [reader for reader in self._readers if read[reader] < self._sequence]
 
     def unmapped(self) -> list[int]:
         """The readers that have never read anything here, and have to."""
@@ -193,138 +190,132 @@ class SharedMemory:
 
 
 class MappedMemory:
-    """Memory of a neighbour, mapped."""
+    """Memory of another process, mapped."""
 
     @torch.inference_mode(False)
     def __init__(self, memory: torch.Tensor, world_size: int) -> None:
         if len(memory) < _head(world_size):
-            raise OSError("that memory is too small to have been lent")
-        self.generation = int(_known_by(memory))
+            raise OSError("that memory is too small to have been shared")
+        self.generation = int(_generation_in(memory))
         self.data = memory[_head(world_size) :]
         self._was_read = Semaphore(memory)
-        self._read = _tickets(memory, world_size)
+        self._read = _sequences(memory, world_size)
 
-    def give_back(self, rank: int, ticket: int) -> None:
-        """This rank has read what was lent with the ticket."""
-        self._read[rank] = ticket
+    def mark_read(self, rank: int, sequence: int) -> None:
+        """This rank has read what was shared with that number."""
+        self._read[rank] = sequence
         self._was_read.post()
 
 
-_TICKETS = SEMAPHORE_BYTES + _ALIGNMENT  # where they begin
+_SEQUENCES = SEMAPHORE_BYTES + _ALIGNMENT  # where they begin
 
 
 def _head(world_size: int) -> int:
-    return _TICKETS + -(-8 * world_size // _ALIGNMENT) * _ALIGNMENT
+    return _SEQUENCES + -(-8 * world_size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _known_by(memory: torch.Tensor) -> torch.Tensor:
+def _generation_in(memory: torch.Tensor) -> torch.Tensor:
     return memory[SEMAPHORE_BYTES : SEMAPHORE_BYTES + 8].view(torch.int64)
 
 
-def _tickets(memory: torch.Tensor, world_size: int) -> torch.Tensor:
-    return memory[_TICKETS : _TICKETS + 8 * world_size].view(torch.int64)
+def _sequences(memory: torch.Tensor, world_size: int) -> torch.Tensor:
+    """By rank, the number of what it has read last."""
+    return memory[_SEQUENCES : _SEQUENCES + 8 * world_size].view(torch.int64)
 
 
-# -------------------------------------------------------------------------- letters
+# -------------------------------------------------------------------------- mailboxes
 
-_LETTER = struct.Struct("6q")  # a tag and an address
-_LETTERS = 1024  # in a box: more than the buckets of a few optimizers that are under way
-_BOX = 2 * SEMAPHORE_BYTES + _LETTERS * _LETTER.size
+_MESSAGE = struct.Struct("6q")  # a tag and an address
+_MESSAGES = 1024  # in a mailbox: more than the buckets of a few optimizers that are in flight
+_MAILBOX = 2 * SEMAPHORE_BYTES + _MESSAGES * _MESSAGE.size
 
 
-class _Box:
-    """Letters from one rank to another, in a ring."""
+class _Mailbox:
+    """Messages from one rank to another, in a ring."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self._room, self._letters = memory[:SEMAPHORE_BYTES], memory[SEMAPHORE_BYTES:]
-        self._ring = (ctypes.c_char * (_LETTERS * _LETTER.size)).from_address(
+        self._room, self._posted = memory[:SEMAPHORE_BYTES], memory[SEMAPHORE_BYTES:]
+        self._ring = (ctypes.c_char * (_MESSAGES * _MESSAGE.size)).from_address(
             memory.data_ptr() + 2 * SEMAPHORE_BYTES
         )
         self._next = 0
         self._lock = threading.Lock()
 
-    def _place(self) -> int:
-        """Where the next letter is; to be called with the lock, by threads of this process."""
-        place = self._next % _LETTERS * _LETTER.size
+    def _next_offset(self) -> int:
+        """Where the next message is. With the lock, by threads of this process."""
+        offset = self._next % _MESSAGES * _MESSAGE.size
         self._next += 1
-        return place
+        return offset
 
 
-class Outbox(_Box):
-    """What this rank writes to a neighbour."""
+class Outbox(_Mailbox):
+    """What this rank posts to another."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
-        self._room_left = Semaphore.make(self._room, _LETTERS)
-        self._written = Semaphore.make(self._letters)
+        self._free = Semaphore.make(self._room, _MESSAGES)
+        self._full = Semaphore.make(self._posted)
 
-    def write(self, tag: int, address: Address, seconds: float) -> bool:
+    def post(self, tag: int, address: Address, seconds: float) -> bool:
         """Unless there is no room within a time."""
-        if not self._room_left.wait(seconds):
+        if not self._free.wait(seconds):
             return False
         with self._lock:
-            _LETTER.pack_into(self._ring, self._place(), tag, *address)
-            self._written.post()
+            _MESSAGE.pack_into(self._ring, self._next_offset(), tag, *address)
+            self._full.post()
         return True
 
 
-class Inbox(_Box):
-    """What a neighbour writes to this rank: letters with the same tag are meant in the order in
-    which they were written, whatever was asked for first."""
+class Inbox(_Mailbox):
+    """What another rank posts to this one. Messages of one tag are matched in the order in which
+    they were posted, whichever is asked for first."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
-        self._room_left = Semaphore(self._room)
-        self._written = Semaphore(self._letters)
+        self._free = Semaphore(self._room)
+        self._full = Semaphore(self._posted)
         self._expected: Counter[int] = Counter()  # by tag
         self._received: Counter[int] = Counter()
-        self._waiting: dict[tuple[int, int], Address] = {}  # by tag and number
+        self._unclaimed: dict[tuple[int, int], Address] = {}  # by tag and number
 
     def expect(self, tag: int) -> tuple[int, int]:
-        """By what the next letter with this tag is to be asked for."""
+        """The key of the next message with this tag."""
         self._expected[tag] += 1
         return tag, self._expected[tag]
 
-    def has(self, letter: tuple[int, int], seconds: float) -> bool:
-        """Whether a letter comes within a time."""
-        while letter not in self._waiting and self._written.wait(seconds):
-            self._take()
-        return letter in self._waiting
+    def has(self, key: tuple[int, int], seconds: float) -> bool:
+        """Whether a message comes within a time."""
+        while key not in self._unclaimed and self._full.wait(seconds):
+            self._receive()
+        return key in self._unclaimed
 
-    def take_out(self, letter: tuple[int, int]) -> Address:
-        """A letter that is here."""
-        return self._waiting.pop(letter)
+    def take(self, key: tuple[int, int]) -> Address:
+        """A message that is here."""
+        return self._unclaimed.pop(key)
 
     def make_room(self) -> None:
-        """Take what is there: the writer may wait for that."""
-        while self._written.take():
-            self._take()
+        """Receive what is there: the sender may wait for that."""
+        while self._full.take():
+            self._receive()
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         with self._lock:
-            tag, *address = _LETTER.unpack_from(self._ring, self._place())
+            tag, *address = _MESSAGE.unpack_from(self._ring, self._next_offset())
             self._received[tag] += 1
-            self._waiting[tag, self._received[tag]] = Address(*address)
-        self._room_left.post()
+            self._unclaimed[tag, self._received[tag]] = Address(*address)
+        self._free.post()
 
 
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """The boxes of all neighbours, in memory of this rank."""
-
-    fd: int
-    outboxes: Sequence[Outbox]
-
-    @classmethod
-    def make(cls, boxes: int) -> Desk:
-        fd, memory = anonymous_memory(boxes * _BOX)
-        return cls(fd, [Outbox(_box(memory, number)) for number in range(boxes)])
-
-    @staticmethod
-    def inbox(memory: torch.Tensor, number: int) -> Inbox:
-        """The box of that number at a neighbour's desk."""
-        return Inbox(_box(memory, number))
+def make_outboxes(count: int) -> tuple[int, list[Outbox]]:
+    """Mailboxes to all local ranks, in memory of this one, and its descriptor."""
+    fd, memory = anonymous_memory(count * _MAILBOX)
+    return fd, [Outbox(_mailbox(memory, number)) for number in range(count)]
 
 
-def _box(memory: torch.Tensor, number: int) -> torch.Tensor:
-    return memory[number * _BOX : (number + 1) * _BOX]
+def inbox_in(memory: torch.Tensor, number: int) -> Inbox:
+    """The mailbox of that number in memory of another rank."""
+    return Inbox(_mailbox(memory, number))
+
+
+def _mailbox(memory: torch.Tensor, number: int) -> torch.Tensor:
+    return memory[number * _MAILBOX : (number + 1) * _MAILBOX]

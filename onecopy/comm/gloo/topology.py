@@ -1,15 +1,15 @@
-"""Which ranks share a host, and who carries what from one host to another.
+"""Which ranks share a host, and which rank relays what from one host to another.
 
-Ranks of one host read in one another's memory, which costs next to nothing; hosts are joined by a
-wire, which every byte has to pass. So nothing passes it twice. What an owner exchanges with another
-host goes through one rank there, its *porter*::
+Ranks of one host read one another's memory, which costs next to nothing; hosts are joined by a
+wire. No byte passes the wire twice: what an owner exchanges with another host goes through one rank
+there, its *relay*::
 
             host A: 0 1                                host B: 2 3
-    gradients of what 2 owns      0 + 1, added up by 0 --------> 2, which adds 3's and its own
+    gradients that 2 owns         0 + 1, added up by 0 --------> 2, which adds 3's and its own
     parameters that 2 owns        1 <-- 0 <--------------------- 2 --> 3
 
-The owners of a host are dealt out evenly to the ranks of the other. A rank that can read in nobody
-else's memory is a host of its own: if all are, each is the porter of every owner, for itself alone,
+The owners of a host are dealt out evenly to the ranks of the other. A rank that can read nobody
+else's memory is a host of its own: if all are, each is the relay of every owner, for itself alone,
 and all send to all.
 """
 
@@ -18,26 +18,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from onecopy.comm.group import ranks_after
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     """All ranks of a process group, by host; those of a host in order, and hosts by their first.
 
-    >>> hosts = Topology(((0, 1), (2, 3)))
-    >>> hosts.relay(2, (0, 1)), hosts.relay(3, (0, 1))
+    >>> topology = Topology(((0, 1), (2, 3)))
+    >>> topology.relay(2, (0, 1)), topology.relay(3, (0, 1))
     (0, 1)
-    >>> hosts.relays_of(2), hosts.relayed_by(0)
+    >>> topology.relays_of(2), topology.relayed_by(0)
     ((0,), (2,))
     """
 
-    ranks: tuple[tuple[int, ...], ...]
+    hosts: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        everybody = sorted(rank for host in self.ranks for rank in host)
-        if everybody != list(range(len(everybody))) or list(self.ranks) != sorted(
-            tuple(sorted(host)) for host in self.ranks if host
+        everybody = sorted(rank for host in self.hosts for rank in host)
+        if everybody != list(range(len(everybody))) or list(self.hosts) != sorted(
+            tuple(sorted(host)) for host in self.hosts if host
         ):
-            raise ValueError(f"expected every rank once, in order, got {self.ranks}")
+            raise ValueError(f"expected every rank once, in order, got {self.hosts}")
 
     @classmethod
     def apart(cls, world_size: int) -> Topology:
@@ -51,7 +53,7 @@ class Topology:
 
     @classmethod
     def by_name(cls, names: Sequence[object]) -> Topology:
-        """Ranks whose hosts have the same name, which may be anything, are on the same one."""
+        """Ranks whose hosts have the same name, which may be anything, share a host."""
         found: dict[object, list[int]] = {}
         for rank, name in enumerate(names):
             found.setdefault(name, []).append(rank)
@@ -59,17 +61,18 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        return sum(map(len, self.ranks))
+        return sum(map(len, self.hosts))
 
     def host_of(self, rank: int) -> tuple[int, ...]:
         """The ranks on the host of this one, itself included."""
-        return next(host for host in self.ranks if rank in host)
+        return next(host for host in self.hosts if rank in host)
 
-    def others_on_host_of(self, rank: int) -> tuple[int, ...]:
+    def local_peers(self, rank: int) -> tuple[int, ...]:
+        """The other ranks on its host."""
         return tuple(other for other in self.host_of(rank) if other != rank)
 
     def relay(self, owner: int, host: tuple[int, ...]) -> int:
-        """The rank of another host that all passes through which the owner exchanges with it."""
+        """The rank of another host through which the owner exchanges data with it."""
         return host[self.host_of(owner).index(owner) % len(host)]
 
     def relays_of(self, owner: int) -> tuple[int, ...]:
@@ -77,7 +80,7 @@ class Topology:
         return tuple(self.relay(owner, host) for host in self._hosts_after(owner))
 
     def relayed_by(self, rank: int) -> tuple[int, ...]:
-        """The owners, on other hosts, whose porter this rank is."""
+        """The owners, on other hosts, whose relay this rank is."""
         own = self.host_of(rank)
         return tuple(
             owner
@@ -88,61 +91,50 @@ class Topology:
 
     def _hosts_after(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """All other hosts, the next one first: as ``ranks_after``."""
-        place = self.ranks.index(self.host_of(rank))
-        return self.ranks[place + 1 :] + self.ranks[:place]
+        place = self.hosts.index(self.host_of(rank))
+        return self.hosts[place + 1 :] + self.hosts[:place]
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceRoutes:
-    """By whom the gradients of a bucket leave a rank, and come to it.
+    """By which ranks the gradients of a bucket leave a rank, and by which they come to it.
 
-    An owner's part is *lent* if ranks of one host read it in one another's memory; then it comes
-    from each of the other hosts as one sum. Otherwise it is *sent*, by everybody.
+    An owner's part is *shared* if ranks of one host read it in one another's memory; then each of
+    the other hosts sends it as one sum. Otherwise it is *sent*, by every rank.
     """
 
-    lenders: tuple[int, ...] = ()  # in whose memory this rank reads
-    # Who read in this one's, and what: the parts of which owners.
+    sources: tuple[int, ...] = ()  # whose memory this rank reads
+    # Who reads this rank's memory, and what: the parts of which owners.
     read_by: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    carried: tuple[int, ...] = ()  # owners on other hosts for whom this rank adds up its host's
+    relayed: tuple[int, ...] = ()  # owners on other hosts for whom this rank adds up its host's
     direct: tuple[int, ...] = ()  # owners to whom it sends what it contributes itself
-    senders: tuple[int, ...] = ()  # who send to this one
+    senders: tuple[int, ...] = ()  # who send to this rank
     summed: frozenset[int] = frozenset()  # those of them that send the sum of several ranks
     # Whose contributions, or those of whose host, make up this rank's part: in the order of a sum.
     contributors: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, rank: int, hosts: Topology, lent: Set[int], sent: Set[int]) -> ReduceRoutes:
-        """``lent`` and ``sent``: the owners whose parts are; all others own nothing."""
-        beside, others = hosts.others_on_host_of(rank), ranks_after(rank, hosts.world_size)
-        carried = [owner for owner in hosts.relayed_by(rank) if owner in lent]
-        contributors: Collection[int] = range(hosts.world_size) if rank in sent else ()
+    def of(cls, rank: int, topology: Topology, shared: Set[int], sent: Set[int]) -> ReduceRoutes:
+        """``shared`` and ``sent``: the owners whose parts are; all others own nothing."""
+        peers, others = topology.local_peers(rank), ranks_after(rank, topology.world_size)
+        relayed = [owner for owner in topology.relayed_by(rank) if owner in shared]
+        contributors: Collection[int] = range(topology.world_size) if rank in sent else ()
         relays: tuple[int, ...] = ()
-        if rank in lent:
-            relays = hosts.relays_of(rank)
-            contributors = {*hosts.host_of(rank), *relays}
-        reads = {r: cls._read_for(r, hosts, lent) for r in (rank, *beside)}
-        in_order = [r for r in others if r in beside]
+        if rank in shared:
+            relays = topology.relays_of(rank)
+            contributors = {*topology.host_of(rank), *relays}
+        # The owners for whom a rank reads what its peers contribute.
+        reads = {
+            r: tuple(owner for owner in (r, *topology.relayed_by(r)) if owner in shared)
+            for r in (rank, *peers)
+        }
+        peers_in_order = [r for r in others if r in peers]
         return cls(
-            tuple(in_order) if reads[rank] else (),
-            {r: reads[r] for r in in_order if reads[r]},
-            tuple(carried) if beside else (),
-            tuple(o for o in others if o in sent or (o in carried and not beside)),
-            tuple(r for r in others if r in contributors and (r not in beside or rank in sent)),
-            frozenset(relay for relay in relays if hosts.others_on_host_of(relay)),
+            tuple(peers_in_order) if reads[rank] else (),
+            {r: reads[r] for r in peers_in_order if reads[r]},
+            tuple(relayed) if peers else (),
+            tuple(o for o in others if o in sent or (o in relayed and not peers)),
+            tuple(r for r in others if r in contributors and (r not in peers or rank in sent)),
+            frozenset(relay for relay in relays if topology.local_peers(relay)),
             tuple(sorted(contributors)),
         )
-
-    @staticmethod
-    def _read_for(rank: int, hosts: Topology, lent: Set[int]) -> tuple[int, ...]:
-        """The owners for whom a rank reads what its neighbours contribute: itself, and those to
-        whom it carries it."""
-        return tuple(owner for owner in (rank, *hosts.relayed_by(rank)) if owner in lent)
-
-    @property
-    def readers(self) -> tuple[int, ...]:
-        return tuple(self.read_by)
-
-
-def ranks_after(rank: int, world_size: int) -> list[int]:
-    """All other ranks, the next one first: else all would send to rank 0 first."""
-    return [(rank + i) % world_size for i in range(1, world_size)]

@@ -20,24 +20,26 @@ from attached import FEEDS, AttachedTwins
 from harness import World, distributed, is_native, lend_nothing, pretend_hosts
 from inside import (
     CAN_READ,
+    comm_of,
     lanes_of,
+    pending_reads,
+    pending_task,
     plan_of,
+    routes_of,
     share_memory_from,
     staged_bytes,
-    transport_of,
+    staging_of,
     was_read,
 )
 from models import Mlp, assert_same_on_all_ranks
-from test_local_ranks import MODES, mappings, open_files, trained
+from test_local_ranks import MODES, comm_of_all, mappings, open_files, share, shared_buffer, trained
 from test_reducer import Products
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import onecopy.comm.group
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.gloo.local_ranks import SharedRead
 from onecopy.comm.gloo.topology import Topology
-from onecopy.comm.group import Part, RankGroup
 
 LAYOUTS = {3: [(0, 0, 1), (0, 1, 1)], 4: [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 1)]}
 EVERY_LAYOUT = pytest.mark.parametrize("number", range(4))
@@ -58,9 +60,9 @@ def pretend_layout(world: World, number: int) -> Topology:
 @EVERY_LAYOUT
 def test_all_ranks_know_who_shares_a_host(world: World, number: int) -> None:
     expected = pretend_layout(world, number)
-    rank_group = RankGroup()
-    assert rank_group.hosts == expected
-    assert set(rank_group.local_ranks.pids) == set(expected.others_on_host_of(world.rank))
+    comm = comm_of_all()
+    assert comm.topology == expected
+    assert set(comm.local_ranks.pids) == set(expected.local_peers(world.rank)) == set(comm.peers)
 
 
 @distributed(4)
@@ -69,9 +71,9 @@ def test_a_host_on_which_memory_cannot_be_read_is_known_to_be_so_on_all_ranks(wo
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 3:
             patch.setattr(*CAN_READ, lambda *_: False)
-        rank_group = RankGroup()
-    assert rank_group.hosts == Topology(((0, 1), (2,), (3,)))
-    assert bool(rank_group.local_ranks) == (world.rank < 2)
+        comm = comm_of_all()
+    assert comm.topology == Topology(((0, 1), (2,), (3,)))
+    assert bool(comm.peers) == (world.rank < 2)
 
 
 # ------------------------------------------------------------------ training
@@ -104,10 +106,10 @@ def test_training_on_several_hosts_is_that_of_ddp(
     twins = AttachedTwins(world, Mlp(), AdamW, hooks, attach={"lazy_gather": lazy}, lr=0.1)
     if is_native():  # whatever the hosts are
         hosts = Topology.apart(world.size)
-    assert transport_of(twins.optimizer).hosts == hosts
+    assert is_native() or comm_of(twins.optimizer).topology == hosts
     lanes = lanes_of(twins.optimizer)
     is_porter = len(hosts.host_of(world.rank)) > 1 and bool(hosts.relayed_by(world.rank))
-    assert any(lane.passage.carried for lane in lanes) == is_porter
+    assert any(routes_of(lane).relayed for lane in lanes) == is_porter
     twins.train(4)
 
 
@@ -154,8 +156,7 @@ def test_no_byte_passes_between_hosts_twice(world: World, lent_from: int, master
 def staged(optimizer: ZeroRedundancyOptimizer) -> int:
     """Bytes of all buffers that the only bucket passes through."""
     (lane,) = lanes_of(optimizer)
-    buffers = (lane.outgoing, lane.incoming, lane.incoming_sums, lane.relayed)
-    return sum(buffer.nbytes for buffer in buffers) + staged_bytes(optimizer)
+    return sum(tensor.nbytes for tensor in staging_of(lane)) + staged_bytes(optimizer)
 
 
 @distributed(3, 4)
@@ -361,11 +362,11 @@ def test_nothing_stays_open_and_no_thread_stays_when_optimizers_are_gone(world: 
         dist.barrier()
 
     once()
-    RankGroup().local_ranks.forget()
+    comm_of_all().release_unused()
     before = open_files(), mappings()
     for _ in range(3):
         once()
-    RankGroup().local_ranks.forget()
+    comm_of_all().release_unused()
     assert (open_files(), mappings()) == before
     until = time.monotonic() + 10
     while threading.active_count() > 4 and time.monotonic() < until:
@@ -410,16 +411,17 @@ def test_a_porter_that_is_lost_is_named_on_all_hosts(world: World, lost: int, la
 def test_neighbours_of_a_porter_are_told_that_nothing_will_come(world: World) -> None:
     """Long before the timeout, and though the porter, which has noticed, does not end."""
     pretend_layout(world, 0)
-    rank_group = RankGroup()
+    comm = comm_of_all()
     dist.barrier()
     if world.rank == 2:
         os._exit(0)
     start = time.monotonic()
     if world.rank == 0:
-        memory = rank_group.memory_to_lend(100)
-        pending = rank_group.carry([Part(2, memory.data)], memory, memory.data)
+        buffer = shared_buffer(comm, 100)
+        task = comm.receive_for_peers([(2, buffer.tensor)], buffer, buffer.tensor)
+        pending = pending_task(comm, task)
     else:
-        _, pending = rank_group.borrow([0] if world.rank == 1 else [], rank_group.carried_tag)
+        pending = pending_reads(comm, comm.relayed_tag, [0] if world.rank == 1 else [])
     if world.rank < 2:
         with pytest.raises(RuntimeError, match="a collective failed"):
             pending.wait()
@@ -489,9 +491,8 @@ def run_ranks(program: str, ranks: int, directory: Path) -> tuple[list[int], lis
 LEAVES = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
-from inside import transport_of
+from inside import AFTER_GATHER, comm_of
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.sharding.all_gather import Transfer
 
 rank, port = map(int, sys.argv[1:])
 torch.set_num_threads(1)
@@ -499,10 +500,10 @@ store = dist.TCPStore("127.0.0.1", port, 2, rank == 1)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 param = torch.nn.Parameter(torch.zeros(200_000))
 optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0)
-assert transport_of(optimizer).local_ranks
+assert comm_of(optimizer).peers
 if rank == 1:
-    arrive = Transfer.arrive
-    Transfer.arrive = lambda self, journey: (time.sleep(1.0), arrive(self, journey))
+    gather, wait = AFTER_GATHER[0], AFTER_GATHER[0].wait
+    gather.wait = lambda self: (time.sleep(1.0), wait(self))
 param.grad = torch.ones_like(param)
 optimizer.step()
 assert (param == -1).all()
@@ -520,10 +521,9 @@ def test_a_rank_that_ends_after_its_first_step_leaves_its_memory_to_a_slow_one(
 def test_a_lender_that_is_killed_before_its_memory_was_mapped_is_noticed_at_once(
     world: World,
 ) -> None:
-    rank_group = onecopy.comm.group.RankGroup()
-    shared_reads, pending = rank_group.borrow(rank_group.others, 0)
-    memory = rank_group.memory_to_lend(100)
-    rank_group.lend(memory, dict.fromkeys(rank_group.others, memory.data), 0)
+    comm = comm_of_all()
+    pending = pending_reads(comm, 0)
+    share(comm, shared_buffer(comm, 100))
     dist.barrier()
     if world.rank == 1:
         os._exit(0)  # as killed: nothing is cleaned up
@@ -532,13 +532,11 @@ def test_a_lender_that_is_killed_before_its_memory_was_mapped_is_noticed_at_once
     with pytest.raises(RuntimeError, match="a collective failed"):
         pending.wait()
     assert time.monotonic() - start < 20
-    del shared_reads
 
 
 @distributed(2, fresh=True, pg_timeout=40)
 def test_a_lender_that_is_killed_before_it_has_lent_is_noticed_at_once(world: World) -> None:
-    rank_group = onecopy.comm.group.RankGroup()
-    _, pending = rank_group.borrow(rank_group.others, 0)
+    pending = pending_reads(comm_of_all(), 0)
     dist.barrier()
     if world.rank == 1:
         os._exit(0)  # as killed: nothing is cleaned up
@@ -551,19 +549,20 @@ def test_a_lender_that_is_killed_before_it_has_lent_is_noticed_at_once(world: Wo
 @distributed(2)
 def test_what_was_mapped_can_be_read_when_its_lender_is_gone(world: World) -> None:
     """As long as it was mapped; and giving it back twice is giving it back once."""
-    rank_group = onecopy.comm.group.RankGroup()
-    memory = rank_group.memory_to_lend(8)
-    memory.data.fill_(7 + world.rank)
+    comm = comm_of_all()
+    buffer = shared_buffer(comm, 8)
+    buffer.tensor.fill_(7 + world.rank)
     for _ in range(2):
-        (shared_read,), pending = rank_group.borrow(rank_group.others, 0)
-        rank_group.wait_until_read(memory)
-        rank_group.lend(memory, dict.fromkeys(rank_group.others, memory.data), 0)
+        pending = pending_reads(comm, 0)
+        (shared_read,) = pending.reads
+        buffer.wait_until_read()
+        share(comm, buffer)
         pending.wait()
         assert shared_read.tensor(torch.uint8).tolist() == [8 - world.rank] * 8
-        shared_read.give_back()
-        shared_read.give_back()
-    rank_group.wait_until_read(memory)
-    assert not was_read(memory)
+        shared_read.release()
+        shared_read.release()
+    buffer.wait_until_read()
+    assert not was_read(buffer.memory)
 
 
 HOSTS_THE_STORE = """

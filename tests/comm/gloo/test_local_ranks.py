@@ -14,14 +14,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed, lend_nothing, pretend_hosts
-from inside import CAN_READ, lanes_of, plan_of, share_memory_from, transfers_of, wait_for_readers
+from inside import (
+    CAN_READ,
+    lanes_of,
+    pending_reads,
+    plan_of,
+    routes_of,
+    share_memory_from,
+    transfers_of,
+    wait_for_readers,
+)
 from models import Mlp
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.comm.gloo.comm import GlooComm, SharedBuffer
 from onecopy.comm.gloo.local_ranks import SharedRead
-from onecopy.comm.gloo.shared_memory import Address, Inbox, MappedMemory, SharedMemory, memory_of
+from onecopy.comm.gloo.shared_memory import MappedMemory, SharedMemory, memory_of
 from onecopy.comm.group import RankGroup
 
 BUCKET_MB = 128 / 2**20
@@ -36,11 +46,22 @@ def mappings() -> int:
         return sum("memfd:onecopy" in line for line in maps)
 
 
-# ------------------------------------------------------------------ letters, without processes
+# ------------------------------------------------------------------ as collectives do
 
 
-def found(inbox: Inbox, letter: tuple[int, int], seconds: float = 0) -> Address | None:
-    return inbox.take_out(letter) if inbox.has(letter, seconds) else None
+def comm_of_all() -> GlooComm:
+    return GlooComm(RankGroup())
+
+
+def shared_buffer(comm: GlooComm, numbytes: int) -> SharedBuffer:
+    return SharedBuffer(comm, numbytes, torch.empty(0, dtype=torch.uint8))
+
+
+def share(comm: GlooComm, buffer: SharedBuffer, tag: int = 0, readers: Any = None) -> None:
+    """All of a buffer, with all local ranks."""
+    with comm.group.monitor.naming_absentees():
+        to = comm.peers if readers is None else readers
+        comm.share(buffer, dict.fromkeys(to, buffer.tensor), tag)
 
 
 # ------------------------------------------------------------------ who is one
@@ -49,8 +70,7 @@ def found(inbox: Inbox, letter: tuple[int, int], seconds: float = 0) -> Address 
 @distributed(1, 2, 3, 4)
 def test_ranks_of_one_host_are_neighbours(world: World) -> None:
     pretend_hosts(world)
-    rank_group = RankGroup()
-    assert set(rank_group.local_ranks.pids) == set(range(world.size)) - {world.rank}
+    assert set(comm_of_all().local_ranks.pids) == set(range(world.size)) - {world.rank}
 
 
 @distributed(2, 3)
@@ -58,7 +78,7 @@ def test_the_switch_on_one_rank_concerns_that_rank(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
             patch.setenv("ONECOPY_SHARED_MEMORY", "0")
-        local_ranks = set(RankGroup().local_ranks.pids)
+        local_ranks = set(comm_of_all().local_ranks.pids)
     expected = set() if world.rank == 0 else set(range(1, world.size)) - {world.rank}
     assert local_ranks == expected
 
@@ -68,7 +88,7 @@ def test_one_rank_that_cannot_read_the_others_makes_all_send(world: World) -> No
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == world.size - 1:
             patch.setattr(*CAN_READ, lambda *_: False)
-        assert not RankGroup().local_ranks
+        assert not comm_of_all().peers
 
 
 @distributed(2)
@@ -96,7 +116,7 @@ def trained(
         optimizer.attach(model, lazy_gather=lazy)
         if not all_are_lent:
             lanes = lanes_of(optimizer)
-            assert {len(lane.passage.readers) for lane in lanes} == {0, world.size - 1}
+            assert {len(routes_of(lane).read_by) for lane in lanes} == {0, world.size - 1}
     for step in range(6):
         optimizer.zero_grad()
         model(model.batch((world.rank, step))).backward()
@@ -137,12 +157,12 @@ def test_only_large_parts_are_lent(world: World) -> None:
         optimizer = ZeroRedundancyOptimizer(given, SGD, lr=1.0)
         (transfer,) = transfers_of(optimizer)
         if numel_lent:
-            assert transfer.lending is not None
-            assert transfer.lending.part.numel() == numel_lent
+            assert transfer.shared is not None
+            assert transfer.shared.numel() == numel_lent
             assert not transfer.parts
         else:
-            assert transfer.lending is None
-            assert not transfer.borrowings
+            assert transfer.shared is None
+            assert not transfer.reads
 
 
 @distributed(2, 4)
@@ -178,11 +198,11 @@ def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> 
         dist.barrier()
 
     once()
-    RankGroup().local_ranks.forget()  # all have read by now
+    comm_of_all().release_unused()  # all have read by now
     before = open_files(), mappings()
     for _ in range(5):
         once()
-    RankGroup().local_ranks.forget()
+    comm_of_all().release_unused()
     assert (open_files(), mappings()) == before
 
 
@@ -190,31 +210,31 @@ def test_nothing_stays_mapped_or_open_when_optimizers_are_gone(world: World) -> 
 def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
     world: World,
 ) -> None:
-    rank_group = RankGroup()
-    memory = rank_group.memory_to_lend(8)
-    shared_reads = []
+    pretend_hosts(world)
+    comm = comm_of_all()
+    buffer = shared_buffer(comm, 8)
+    reads = []
     for _ in range(1500):
-        lent, pending = rank_group.borrow(rank_group.others, 5)
-        shared_reads.append((lent, pending))
-        rank_group.lend(memory, dict.fromkeys(rank_group.others, memory.data), 5)
-    for lent, pending in shared_reads:
+        reads.append(pending_reads(comm, 5))
+        share(comm, buffer, 5)
+    for pending in reads:
         pending.wait()
-        for shared_read in lent:
-            shared_read.give_back()
-    rank_group.wait_until_read(memory)
-    assert memory.unread() == []
+        for read in pending.reads:
+            read.release()
+    buffer.wait_until_read()
+    assert buffer.memory.unread() == []
 
 
 def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
     memory = SharedMemory(100, world_size=2)
-    memory.lend([1])
+    memory.share([1])
     reader = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=2)
-    thread = threading.Timer(0.2, reader.give_back, (1, 1))
+    thread = threading.Timer(0.2, reader.mark_read, (1, 1))
     thread.start()
     start = time.monotonic()
     wait_for_readers({memory}, {1: os.getpid()})
     assert 0.1 < time.monotonic() - start < 4
-    memory.lend([1])  # it has mapped the memory, and needs nobody any more
+    memory.share([1])  # it has mapped the memory, and needs nobody any more
     start = time.monotonic()
     wait_for_readers({memory}, {1: os.getpid()})
     assert time.monotonic() - start < 1
@@ -225,7 +245,7 @@ def test_nobody_lingers_for_a_reader_that_has_ended() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     memory = SharedMemory(100, world_size=2)
-    memory.lend([1])
+    memory.share([1])
     start = time.monotonic()
     wait_for_readers({memory}, {1: ended.pid})
     assert time.monotonic() - start < 1
@@ -249,35 +269,35 @@ def test_memory_is_shared_by_a_step_in_inference_mode(world: World) -> None:
 
 @distributed(2, 3, fresh=True, pg_timeout=30)
 def test_a_neighbour_that_is_killed_before_it_has_read_is_noticed_at_once(world: World) -> None:
-    rank_group = RankGroup()
-    memory = rank_group.memory_to_lend(100)
+    comm = comm_of_all()
+    buffer = shared_buffer(comm, 100)
     dist.barrier()
     if world.rank == 1:
         os._exit(0)
-    rank_group.lend(memory, {1: memory.data}, 0)
+    share(comm, buffer, readers=[1])
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="a collective failed"):
-        rank_group.wait_until_read(memory)
+        buffer.wait_until_read()
     assert time.monotonic() - start < 20
 
 
 @distributed(2, fresh=True, pg_timeout=2)
 def test_a_neighbour_that_never_reads_ends_in_the_timeout(world: World) -> None:
-    rank_group = RankGroup()
-    memory = rank_group.memory_to_lend(100)
+    comm = comm_of_all()
+    buffer = shared_buffer(comm, 100)
     if world.rank == 0:
-        rank_group.lend(memory, {1: memory.data}, 0)
+        share(comm, buffer, readers=[1])
         with pytest.raises(RuntimeError, match="a collective failed"):
-            rank_group.wait_until_read(memory)
+            buffer.wait_until_read()
 
 
 @distributed(2, fresh=True)
 def test_waiting_for_readers_can_be_interrupted(world: World) -> None:
-    rank_group = RankGroup()
-    memory = rank_group.memory_to_lend(100)
+    comm = comm_of_all()
+    buffer = shared_buffer(comm, 100)
     if world.rank == 0:
-        rank_group.lend(memory, {1: memory.data}, 0)
+        share(comm, buffer, readers=[1])
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            rank_group.wait_until_read(memory)
+            buffer.wait_until_read()

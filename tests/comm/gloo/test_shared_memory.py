@@ -13,12 +13,13 @@ from test_local_ranks import mappings, open_files
 
 from onecopy.comm.gloo.shared_memory import (
     Address,
-    Desk,
     Inbox,
     MappedMemory,
     Outbox,
     Semaphore,
     SharedMemory,
+    inbox_in,
+    make_outboxes,
     memory_of,
 )
 
@@ -51,85 +52,85 @@ def test_memory_cannot_be_truncated_under_its_readers() -> None:
         os.ftruncate(memory.fd, 10)
 
 
-def test_what_was_lent_is_unread_until_every_reader_has_noted_it() -> None:
+def test_what_was_shared_is_unread_until_every_reader_has_marked_it() -> None:
     memory = SharedMemory(100, world_size=4)
     assert memory.unread() == []
-    memory.lend([1, 3])
+    memory.share([1, 3])
     assert memory.unread() == [1, 3]
     assert not memory.wait_until_read(0)
-    ticket = memory.address(memory.data).ticket
+    sequence = memory.address(memory.data).sequence
     other = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=4)
-    other.give_back(3, ticket)
+    other.mark_read(3, sequence)
     assert memory.unread() == memory.unmapped() == [1]
     assert not memory.wait_until_read(0)
-    other.give_back(1, ticket)
+    other.mark_read(1, sequence)
     assert memory.unread() == []
     assert memory.wait_until_read(0)
-    memory.lend([3])
+    memory.share([3])
     assert memory.unread() == [3]
     assert memory.unmapped() == []  # it has read before, and what is mapped stays
 
 
-def test_memory_of_inference_mode_is_written_to_outside_of_it() -> None:
+def test_memory_of_inference_mode_is_posted_to_outside_of_it() -> None:
     with torch.inference_mode():
         memory = SharedMemory(100, world_size=2)
-        borrowed = MappedMemory(memory_of(os.getpid(), memory.fd), 2)
+        mapped = MappedMemory(memory_of(os.getpid(), memory.fd), 2)
     memory.data.fill_(1)
-    borrowed.data.add_(1)
-    memory.lend([1])
-    borrowed.give_back(1, 1)
+    mapped.data.add_(1)
+    memory.share([1])
+    mapped.mark_read(1, 1)
     assert memory.unread() == []
     assert set(memory.data.tolist()) == {2}
 
 
-# ------------------------------------------------------------------ letters, without processes
+# ------------------------------------------------------------------ messages, without processes
 
 
-def boxes() -> tuple[Outbox, Inbox]:
-    """Both ends of a box, in this process."""
-    desk = Desk.make(3)
-    inbox = Desk.inbox(memory_of(os.getpid(), desk.fd), 2)
-    os.close(desk.fd)
-    return desk.outboxes[2], inbox
+def mailbox() -> tuple[Outbox, Inbox]:
+    """Both ends of a mailbox, in this process."""
+    fd, outboxes = make_outboxes(3)
+    inbox = inbox_in(memory_of(os.getpid(), fd), 2)
+    os.close(fd)
+    return outboxes[2], inbox
 
 
-def found(inbox: Inbox, letter: tuple[int, int], seconds: float = 0) -> Address | None:
-    return inbox.take_out(letter) if inbox.has(letter, seconds) else None
+def found(inbox: Inbox, message: tuple[int, int], seconds: float = 0) -> Address | None:
+    return inbox.take(message) if inbox.has(message, seconds) else None
 
 
-def test_letters_with_a_tag_are_meant_in_the_order_in_which_they_were_written() -> None:
-    outbox, inbox = boxes()
+def test_messages_with_a_tag_are_meant_in_the_order_in_which_they_were_posted() -> None:
+    outbox, inbox = mailbox()
     first, second, other = inbox.expect(7), inbox.expect(7), inbox.expect(8)
     for tag, number in ((7, 1), (8, 2), (7, 3)):
-        assert outbox.write(tag, Address(number, 0, 0, 0, 0), 0)
+        assert outbox.post(tag, Address(number, 0, 0, 0, 0), 0)
     assert found(inbox, second) == Address(3, 0, 0, 0, 0)
     assert found(inbox, other) == Address(2, 0, 0, 0, 0)
     assert found(inbox, first) == Address(1, 0, 0, 0, 0)
 
 
-def test_a_letter_that_was_not_written_is_not_found() -> None:
-    outbox, inbox = boxes()
-    letter = inbox.expect(1)
-    assert found(inbox, letter, 0.01) is None
-    outbox.write(2, Address(1, 2, 3, 4, 5), 0)
-    assert found(inbox, letter, 0.01) is None
-    outbox.write(1, Address(5, 4, 3, 2, 1), 0)
-    assert found(inbox, letter) == Address(5, 4, 3, 2, 1)
+def test_a_message_that_was_not_posted_is_not_found() -> None:
+    outbox, inbox = mailbox()
+    message = inbox.expect(1)
+    assert found(inbox, message, 0.01) is None
+    outbox.post(2, Address(1, 2, 3, 4, 5), 0)
+    assert found(inbox, message, 0.01) is None
+    outbox.post(1, Address(5, 4, 3, 2, 1), 0)
+    assert found(inbox, message) == Address(5, 4, 3, 2, 1)
 
 
-def test_a_full_box_takes_no_more_until_letters_were_taken() -> None:
-    outbox, inbox = boxes()
-    written = 0
-    while outbox.write(0, Address(written, 0, 0, 0, 0), 0):
-        written += 1
-    assert written >= 1000
+def test_a_full_mailbox_takes_no_more_until_messages_were_taken() -> None:
+    outbox, inbox = mailbox()
+    posted = 0
+    while outbox.post(0, Address(posted, 0, 0, 0, 0), 0):
+        posted += 1
+    assert posted >= 1000
     inbox.make_room()
-    for more in range(written, 3 * written):  # the ring is used again and again
-        assert outbox.write(0, Address(more, 0, 0, 0, 0), 0)
+    for more in range(posted, 3 * posted):  # the ring is used again and again
+        assert outbox.post(0, Address(more, 0, 0, 0, 0), 0)
         inbox.make_room()
-    letters = [inbox.expect(0) for _ in range(3 * written)]
-    addresses = [found(inbox, letter) for letter in letters]
-    assert [address and address.fd for address in addresses] == list(range(3 * written))
+    messages = [inbox.expect(0) for _ in range(3 * posted)]
+    addresses = [found(inbox, message) for message in messages]
+    assert [address and address.fd for address in addresses] == list(range(3 * posted))
 
 
 def test_a_wait_for_a_semaphore_ends_with_its_time_and_with_a_signal() -> None:

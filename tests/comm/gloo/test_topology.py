@@ -1,4 +1,4 @@
-"""Which ranks share a host, and who carries what to other hosts."""
+"""Which ranks share a host, and who carries what to other topology."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onecopy.comm.gloo.comm import add_up
 from onecopy.comm.gloo.topology import ReduceRoutes, Topology
-from onecopy.gradients.reducer import GradBucket
+from onecopy.comm.interface import BucketLayout
 from onecopy.planning.plan import ParamSpec, make_plan
+from onecopy.planning.sizes import sum_dtype
 
 # ------------------------------------------------------------------ who carries what, pure
 
@@ -36,52 +38,52 @@ def test_ranks_are_apart_or_together() -> None:
 @given(LAYOUTS_OF_ANY)
 @anything
 def test_an_owner_has_one_porter_on_every_other_host_and_they_share_the_work(
-    hosts: Topology,
+    topology: Topology,
 ) -> None:
-    for owner in range(hosts.world_size):
-        relays = hosts.relays_of(owner)
-        place = hosts.ranks.index(hosts.host_of(owner))
-        after = hosts.ranks[place + 1 :] + hosts.ranks[:place]
-        assert tuple(hosts.host_of(relay) for relay in relays) == after
-        assert all(owner in hosts.relayed_by(relay) for relay in relays)
-    for host in hosts.ranks:
-        for other in hosts.ranks:
+    for owner in range(topology.world_size):
+        relays = topology.relays_of(owner)
+        place = topology.hosts.index(topology.host_of(owner))
+        after = topology.hosts[place + 1 :] + topology.hosts[:place]
+        assert tuple(topology.host_of(relay) for relay in relays) == after
+        assert all(owner in topology.relayed_by(relay) for relay in relays)
+    for host in topology.hosts:
+        for other in topology.hosts:
             if other is not host:
-                counts = [len({*hosts.relayed_by(rank)} & {*other}) for rank in host]
+                counts = [len({*topology.relayed_by(rank)} & {*other}) for rank in host]
                 assert sum(counts) == len(other)
                 assert max(counts) - min(counts) <= 1
 
 
 @given(LAYOUTS_OF_ANY, st.data())
 @anything
-def test_every_contribution_reaches_its_owner_once(hosts: Topology, data: st.DataObject) -> None:
-    everybody = range(hosts.world_size)
+def test_every_contribution_reaches_its_owner_once(topology: Topology, data: st.DataObject) -> None:
+    everybody = range(topology.world_size)
     fate = [data.draw(st.sampled_from(["lent", "sent", "owns nothing"])) for _ in everybody]
     lent = {rank for rank in everybody if fate[rank] == "lent"}
     sent = {rank for rank in everybody if fate[rank] == "sent"}
-    passages = [ReduceRoutes.of(rank, hosts, lent, sent) for rank in everybody]
-    for owner, passage in enumerate(passages):
+    routes_of = [ReduceRoutes.of(rank, topology, lent, sent) for rank in everybody]
+    for owner, routes in enumerate(routes_of):
         counted: Counter[int] = Counter()
-        for each in passage.contributors:
-            is_sum = owner in lent and each not in hosts.host_of(owner)
-            counted.update(hosts.host_of(each) if is_sum else [each])
+        for each in routes.contributors:
+            is_sum = owner in lent and each not in topology.host_of(owner)
+            counted.update(topology.host_of(each) if is_sum else [each])
         assert counted == (Counter(everybody) if owner in lent | sent else Counter())
         # Whoever is waited for sends, and nobody else does.
-        assert set(passage.senders) == {
-            rank for rank in everybody if owner in passages[rank].direct + passages[rank].carried
+        assert set(routes.senders) == {
+            rank for rank in everybody if owner in routes_of[rank].direct + routes_of[rank].relayed
         }
         if owner in lent:
-            assert len(passage.senders) == len(hosts.ranks) - 1
-            beside = set(hosts.others_on_host_of(owner))
-            assert set(passage.contributors) == beside | {owner, *passage.senders}
-    for rank, passage in enumerate(passages):
-        assert set(passage.lenders) == {
-            other for other in everybody if rank in passages[other].read_by
+            assert len(routes.senders) == len(topology.hosts) - 1
+            beside = set(topology.local_peers(owner))
+            assert set(routes.contributors) == beside | {owner, *routes.senders}
+    for rank, routes in enumerate(routes_of):
+        assert set(routes.sources) == {
+            other for other in everybody if rank in routes_of[other].read_by
         }
-        for reader, owners in passage.read_by.items():
+        for reader, owners in routes.read_by.items():
             mine = {reader} & lent
-            assert set(owners) == mine | set(passages[reader].carried)
-        assert not passage.carried or passage.lenders
+            assert set(owners) == mine | set(routes_of[reader].relayed)
+        assert not routes.relayed or routes.sources
 
 
 DTYPES = {"f4": torch.float32, "bf16": torch.bfloat16, "f8": torch.float64}
@@ -97,49 +99,35 @@ def test_the_sum_of_a_host_is_rounded_to_the_slot_and_never_wider_than_two_contr
     sizes: list[int], on_wire: str, in_slot: str
 ) -> None:
     """``sizes`` of hosts; the first one adds up for the first rank of the second."""
-    hosts = Topology.by_name([host for host, size in enumerate(sizes) for _ in range(size)])
+    topology = Topology.by_name([host for host, size in enumerate(sizes) for _ in range(size)])
     wire, slot = DTYPES[on_wire], DTYPES[in_slot]
-    owner, mine = hosts.ranks[1][0], hosts.ranks[0]
+    owner, mine = topology.hosts[1][0], topology.hosts[0]
     torch.manual_seed(len(mine))
-    plan = make_plan([ParamSpec(0, 1000, "float32", 4)], hosts.world_size)
-    ranges = tuple(plan.range_of(0, rank) for rank in range(hosts.world_size))
+    plan = make_plan([ParamSpec(0, 1000, "float32", 4)], topology.world_size)
+    layout = BucketLayout(plan, 0)
     staging = [torch.randn(1000).to(wire) for _ in mine]
-    start, stop = ranges[owner]
-    me = hosts.relay(owner, mine)
-    passage = ReduceRoutes.of(me, hosts, set(range(hosts.world_size)), set())
-    empty = torch.empty(0, dtype=wire)
-    lane = GradBucket(
-        bucket=0,
-        numel=1000,
-        params=frozenset({0}),
-        ranges=ranges,
-        first=ranges[me][0],
-        shifts=(),
-        wire=empty,
-        slot=torch.zeros(1, dtype=slot),
-        has_equal_slots=False,
-    )
-    lane.passage, lane.outgoing = passage, staging[mine.index(me)]
-    is_wide = lane.sums.dtype != wire
+    start, stop = layout.range(owner)
+    me = topology.relay(owner, mine)
+    routes = ReduceRoutes.of(me, topology, set(range(topology.world_size)), set())
     if len(mine) == 1:  # what is sent on is the contribution itself
-        assert not passage.carried
-        assert not lane.relayed_numel
+        assert not routes.relayed
         return
-    lane.relayed = torch.full((lane.relayed_numel,), torch.nan, dtype=lane.sums.dtype)
+    summed_in = sum_dtype(wire, slot)
+    own, is_wide = staging[mine.index(me)], summed_in != wire
+    total = torch.full((stop - start,), torch.nan, dtype=summed_in) if is_wide else own[start:stop]
     kept = [each.clone() for each in staging]
-    total = lane.add_up_for(owner, staging)
+    add_up([layout.part(each, owner) for each in staging], total)
     assert total.nbytes <= len(mine) * (stop - start) * wire.itemsize
     narrower = {"bf16": 4, "f4": 8}[on_wire] < slot.itemsize
-    summed_in = torch.float32 if narrower else max(wire, slot, key=lambda dtype: dtype.itemsize)
-    assert total.dtype == summed_in
+    assert summed_in == (
+        torch.float32 if narrower else max(wire, slot, key=lambda dtype: dtype.itemsize)
+    )
     expected = torch.zeros(stop - start, dtype=torch.promote_types(summed_in, torch.float32))
     for each in kept:
         expected += each[start:stop]
     assert torch.equal(total, expected.to(summed_in))
-    in_place = torch.equal(lane.outgoing[start:stop], total)
-    assert in_place != is_wide  # in place of this rank's own, if it fits there
     for each, before in zip(staging, kept, strict=True):
-        if each is not lane.outgoing or is_wide:
+        if each is not own or is_wide:  # in place of this rank's own, if it fits there
             assert torch.equal(each, before)
         assert torch.equal(each[:start], before[:start])
         assert torch.equal(each[stop:], before[stop:])

@@ -1,0 +1,323 @@
+"""The bucket engine: a queue of bucket collectives, and the all-gathers of updated parameters.
+
+One queue exists for the all-gathers of an optimizer and one for its reduce-scatters. What is
+started depends on the plan only, in its order, never on which gradients exist. A bucket has a phase
+for its parameters and one for its gradients, because with ``lazy_gather`` its parameters may be in
+flight while its gradients already fill::
+
+    parameters   REPLICATED -> UPDATED -> GATHERING -> REPLICATED
+    gradients    EMPTY -> REDUCING -> HELD -> (REDUCING: another backward) ... -> EMPTY
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from onecopy.comm.c10d import make_comm
+from onecopy.comm.group import RankGroup, do_nothing
+from onecopy.comm.interface import (
+    BucketLayout,
+    BucketParams,
+    Buffer,
+    Collective,
+    Comm,
+    GatherBuffers,
+)
+from onecopy.comm.stats import Phase
+from onecopy.planning.layout import is_dense
+from onecopy.planning.plan import Plan
+from onecopy.planning.sizes import IN_FLIGHT, SHARED_BUFFERS, all_gather_staging, in_flight_limit
+from onecopy.sharding.buffers import FlatStorage, StagingPool
+from onecopy.torch_private import disable_dynamo
+
+
+class ParamPhase(Enum):
+    REPLICATED = "replicated"  # every rank holds the same values
+    UPDATED = "updated"  # this rank's part is new; the others' are not here yet
+    GATHERING = "gathering"  # an all-gather is in flight
+
+
+class GradPhase(Enum):
+    EMPTY = "empty"  # no gradient is held
+    REDUCING = "reducing"  # a reduce-scatter is in flight
+    HELD = "held"  # this rank holds its part of the average
+
+
+_MOVES: dict[Enum, tuple[Enum, ...]] = {
+    ParamPhase.REPLICATED: (ParamPhase.UPDATED,),
+    ParamPhase.UPDATED: (ParamPhase.GATHERING,),
+    ParamPhase.GATHERING: (ParamPhase.REPLICATED,),
+    GradPhase.EMPTY: (GradPhase.REDUCING,),
+    GradPhase.REDUCING: (GradPhase.HELD,),
+    GradPhase.HELD: (GradPhase.REDUCING, GradPhase.EMPTY),
+}
+
+
+class QueuedBucket:
+    """A bucket whose collective a ``BucketQueue`` starts."""
+
+    op: Collective
+
+    def __init__(self, number: int, phase: Enum) -> None:
+        self.number, self.phase = number, phase
+
+    def require_move(self, phase: Enum) -> None:
+        """Raise unless the bucket may enter a phase now; to stay is no move."""
+        if phase is not self.phase and phase not in _MOVES[self.phase]:
+            raise RuntimeError(
+                f"bucket {self.number} is {self.phase.value} and cannot become {phase.value}"
+            )
+
+    def move_to(self, phase: Enum) -> None:
+        self.require_move(phase)
+        self.phase = phase
+
+
+class BucketQueue:
+    """Collectives on buckets: started in order, a few in flight, each completed once."""
+
+    def __init__(self, group: RankGroup, phase: Phase, in_flight: Enum, done: Enum) -> None:
+        """``in_flight`` and ``done``: the phases of a bucket until its collective is complete, and
+        then."""
+        self._group, self._phase = group, phase
+        self._in_flight_phase, self._done_phase = in_flight, done
+        self.limit = IN_FLIGHT
+        # By number, the oldest first. A bucket may have got another operation in the meantime.
+        self.in_flight: dict[int, tuple[QueuedBucket, Collective]] = {}
+        self.launched = 0  # buckets, since construction
+
+    def _guard(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
+        given up. Copies of parameters can."""
+        if self._phase is Phase.REDUCE_SCATTER:
+            return self._group.monitor.or_give_up(doing)
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def launch(self, bucket: QueuedBucket, fill: Callable[[], object] = do_nothing) -> None:
+        """Start the operation of a bucket; ``fill`` its buffers before."""
+        number, op = bucket.number, bucket.op
+        while len(self.in_flight) >= self.limit:
+            self.wait([next(iter(self.in_flight))])
+        self.wait([number])
+        bucket.require_move(self._in_flight_phase)
+        for buffer in op.buffers:
+            if buffer.wait_for_user is not None:  # in this queue or in another one
+                buffer.wait_for_user()
+        with self._group.counters.launching(self._phase, number):
+            for buffer in op.buffers:
+                buffer.wait_until_read()  # may fail: nothing is in flight yet
+            fill()
+            with self._guard("sending gradients"):
+                op.start()
+                bucket.move_to(self._in_flight_phase)
+                for buffer in op.buffers:
+                    buffer.wait_for_user = functools.partial(self.wait, [number])
+                self.in_flight[number] = bucket, op
+                self.launched += 1
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Until these buckets, or all, are complete."""
+        if not self.in_flight:
+            return
+        for number in list(self.in_flight) if buckets is None else buckets:
+            if number in self.in_flight:
+                self._finish(number)
+
+    @disable_dynamo  # hooks on modules call it, which may be compiled: nothing to be traced
+    @torch.no_grad()
+    def _finish(self, number: int) -> None:
+        bucket, op = self.in_flight[number]
+        with self._group.counters.waiting(self._phase, number):
+            op.wait()
+            with self._guard("adding up gradients"):
+                op.complete()
+                # Not before: whoever uses the bucket must not pass for lack of it.
+                self._cross_off(bucket, op)
+
+    def _cross_off(self, bucket: QueuedBucket, op: Collective) -> None:
+        bucket.move_to(self._done_phase)
+        for buffer in op.buffers:
+            buffer.wait_for_user = None
+        del self.in_flight[bucket.number]
+
+    def discard(self) -> None:
+        """Wait for all, and use nothing of what arrives."""
+        for bucket, op in list(self.in_flight.values()):
+            op.wait()
+            op.discard()
+            self._cross_off(bucket, op)
+
+    def forget(self) -> None:
+        """Without waiting: when there is no group any more, nothing will arrive."""
+        for bucket, op in list(self.in_flight.values()):
+            self._cross_off(bucket, op)
+
+
+# -------------------------------------------------------------------------- parameters
+
+
+class SendBuffers(Protocol):
+    """The memory from which gradients are sent. They have left it when parameters are gathered."""
+
+    def __call__(self, bucket: int, dtype: torch.dtype) -> Buffer | None:
+        """That of a bucket, if local ranks can read it and it is of this dtype."""
+
+
+class AllGathers:
+    """Sends what the owners have updated, bucket by bucket::
+
+    for bucket in all_gathers.order:
+        all_gathers.mark_updated(bucket)
+        ...  # this rank's part of the bucket is updated
+        all_gathers.launch(bucket)
+    all_gathers.finish()
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._comms: dict[torch.device, Comm] = {}
+        self._queue = BucketQueue(
+            group, Phase.ALL_GATHER, ParamPhase.GATHERING, ParamPhase.REPLICATED
+        )
+        self._params: Sequence[torch.Tensor] = ()
+        self.buckets: list[QueuedBucket] | None = []  # None: preparing them has failed
+        self._packed, self._shared = StagingPool(), StagingPool()
+        self._is_lazy = False
+        self.order: Sequence[int] = ()  # in which the buckets are to be launched
+
+    def release_staging(self) -> None:
+        """It is about to change: nothing can be gathered before ``prepare``."""
+        self.wait()
+        self.buckets = None
+        self._packed, self._shared = StagingPool(), StagingPool()
+
+    def prepare(
+        self,
+        plan: Plan,
+        params: Sequence[torch.Tensor],
+        storage: FlatStorage | None,
+        lazy: bool,
+        send_buffers: SendBuffers | None = None,
+    ) -> None:
+        """Prepare the all-gathers. To be repeated when the plan or a storage changes.
+
+        ``lazy``: leave the waiting to who uses the parameters. Then all buckets may be in flight
+        together, so none shares its staging, unless there are very many; and they leave in the
+        order in which the next forward wants them, the reverse of that in which backward completes
+        them.
+        """
+        self.release_staging()
+        self._is_lazy = lazy
+        numbers = range(len(plan.buckets))
+        self.order = numbers[::-1] if lazy else numbers
+        self._params = [params[index] for index in sorted(plan.params)]
+        if self._group.world_size == 1:
+            self.buckets = []
+            return
+        limit = self._queue.limit = in_flight_limit(len(numbers), lazy)
+        # Not seen by autograd, which is told once for all.
+        memory = [param.data for param in params]
+        gathered = [self._params_of(plan, number, memory, storage) for number in numbers]
+        comms = [self._comm_for(each.like.device) for each in gathered]
+        for comm in self._comms.values():
+            comm.release_unused()
+        # What is in flight when a step is over would still be read in the next backward.
+        reused = None if lazy else send_buffers
+        needed = []
+        for each, comm in zip(gathered, comms, strict=True):
+            number, like = each.layout.index, each.like
+            dense = functools.partial(_is_dense, memory)
+            staging = all_gather_staging(
+                plan, number, self._group.rank, comm.links, each.flat is not None, dense
+            )
+            own = reused(number, like.dtype) if reused is not None and staging.shared else None
+            needed.append((staging, own))
+            if staging.packed:
+                self._packed.demand(number % limit, staging.packed, like)
+            if staging.shared and own is None:
+                self._shared.demand(number % max(SHARED_BUFFERS, limit), staging.shared, like)
+        buckets = []
+        for each, comm, (staging, own) in zip(gathered, comms, needed, strict=True):
+            number, like, packed, shared = each.layout.index, each.like, None, own
+            if staging.packed:
+                packed = self._packed.reserve(number % limit, like, Buffer.allocate)
+            if staging.shared and shared is None:
+                turn = number % max(SHARED_BUFFERS, limit)
+                shared = self._shared.reserve(turn, like, comm.allocate)
+            buckets.append(QueuedBucket(number, ParamPhase.REPLICATED))
+            buckets[-1].op = comm.all_gather(each, GatherBuffers(packed, shared))
+        self.buckets = buckets
+
+    def _params_of(
+        self,
+        plan: Plan,
+        number: int,
+        memory: Sequence[torch.Tensor],
+        storage: FlatStorage | None,
+    ) -> BucketParams:
+        bucket = plan.buckets[number]
+        flat = None if storage is None else storage.range(bucket.stream, bucket.start, bucket.stop)
+        return BucketParams(BucketLayout(plan, number), memory, flat)
+
+    def _comm_for(self, device: torch.device) -> Comm:
+        if device not in self._comms:
+            self._comms[device] = make_comm(self._group, device)
+        return self._comms[device]
+
+    def mark_updated(self, bucket: int) -> None:
+        """This rank's part of a bucket is about to change. Waits for an all-gather of it."""
+        if self._group.world_size > 1:
+            self.wait([bucket])
+            self._prepared()[bucket].move_to(ParamPhase.UPDATED)
+
+    def launch(self, bucket: int) -> None:
+        """Send this rank's part of a bucket, and receive the others', in the background."""
+        if self._group.world_size > 1:
+            self._queue.launch(self._prepared()[bucket])
+
+    def finish(self) -> None:
+        """All buckets were launched: wait for them, unless that is left to others."""
+        if not self._is_lazy:
+            self.wait()
+        # What arrives in place does not pass through autograd: without this, a backward through a
+        # graph built before the step would silently use the new values.
+        if self.buckets:
+            torch.autograd.graph.increment_version(self._params)
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Until these buckets, or all, have arrived."""
+        self._queue.wait(buckets)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Not if there was too little memory or too few files, nor after ``release_staging``."""
+        return self.buckets is not None
+
+    def _prepared(self) -> list[QueuedBucket]:
+        assert self.buckets is not None  # whoever steps has seen to that
+        return self.buckets
+
+    def forget(self) -> None:
+        """What is in flight will never arrive."""
+        self._queue.forget()
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """The buckets for which nobody has waited."""
+        return self._queue.in_flight
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory of its own that buckets pass through; it is kept between the steps."""
+        return self._packed.nbytes() + self._shared.nbytes()
+
+
+def _is_dense(memory: Sequence[torch.Tensor], index: int) -> bool:
+    return is_dense(memory[index])
