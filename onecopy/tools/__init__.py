@@ -1,4 +1,5 @@
-"""Used before and after a training: estimate, baselines, pages, command line.
+"""What runs before and after a training: estimate, baselines, the command line, pages.
 
-Read in this order: models, model_spec, baselines, estimate, pages, cli.
+No other folder imports this one; ``onecopy.estimate`` and ``python -m onecopy`` lead here. Read in
+this order: models, model_spec, baselines, estimate, pages, cli.
 """
