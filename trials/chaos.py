@@ -2,8 +2,8 @@
 
     python trials/chaos.py --trials 55 --machines 5        (make chaos)
 
-A trial is one `kill -9` of a random rank: in backward, in step, in a gather, while memory is lent,
-in a save, in a load, or at any time; 55 trials reach every site of chaos_plan.py. Five trials share
+A trial is one `kill -9` of a random rank: in backward, in step, in a gather, while memory is read,
+in a save, in a load, or at any time; 55 trials reach every point of chaos_plan.py. Five share
 a job, which is `examples/elastic.py` under `torchrun --max-restarts`: after each kill torchrun
 starts the ranks again, and they resume from the last complete checkpoint. A job saves and loads by
 `optimizer.save`, by the full state dict, or by DCP (see chaos_worker.py). Some jobs continue with
@@ -11,7 +11,7 @@ one rank less at some point: torchrun gives up, and is started again. In further
 lost, a rank together with its agent: the other rank must end by itself with an error that names the
 lost rank, and continues alone (`--nnodes=1:2`).
 
-The model is small. So that it communicates like a large one, all parts are lent, and buckets are
+The model is small. So that it communicates like a large one, all parts are shared, and buckets are
 small.
 
 Afterwards the job is checked. From each checkpoint from which it resumed, the training is repeated
@@ -24,7 +24,7 @@ without kills, in one bucket, which is sent:
   of a sum depends on the element's place in its bucket: a restart changes the last bit of a few
   gradients, whatever the optimizer.
 
-A planned kill that did not happen, because its site was not reached, is a failure of the trial.
+A planned kill that did not happen, because its point was not reached, is a failure of the trial.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Tally:
     """Counts over all jobs."""
 
     kills: Counter[str] = field(default_factory=Counter)  # by phase
-    places: Counter[str] = field(default_factory=Counter)  # the same by site
+    places: Counter[str] = field(default_factory=Counter)  # the same by point
     planned: int = 0  # kills
     jobs: int = 0
     resumed: int = 0  # kills after which the job continued
@@ -274,7 +274,7 @@ class Tally:
         by_phase = ", ".join(f"{phase} {self.kills[phase]}" for phase in sorted(self.kills))
         return (
             f"chaos: {self.kills.total()} of {self.planned} kills in {self.jobs} jobs ({by_phase}) "
-            f"at {len(self.places)} sites: "
+            f"at {len(self.places)} points: "
             f"{self.resumed} resumed, {self.lost_steps} steps lost and done again, "
             f"{self.told_by_torch} told by torch alone, in DCP, "
             f"{self.hangs} hangs, {self.not_loaded} checkpoints that did not load, "
@@ -300,7 +300,12 @@ class Job:
     def run(self) -> list[str]:
         """Return what went wrong. Raise PortTaken if nothing else did."""
         plan = self.plan
-        orders = {"mode": plan.mode, "way": plan.way, "lends": plan.lends, "kills": plan.kills}
+        orders = {
+            "mode": plan.mode,
+            "way": plan.way,
+            "shares_memory": plan.shares_memory,
+            "kills": plan.kills,
+        }
         (self.directory / "orders.json").write_text(
             json.dumps({**orders, "steps": STEPS, "save_every": SAVE_EVERY})
         )
@@ -357,7 +362,7 @@ class Job:
         order, wrong = self.plan.kills.get(attempt.name), attempt.what_went_wrong
         if order and not attempt.kill and not attempt.lost_its_port:
             if attempt.done:
-                self._fault(f"{attempt.name} never came to a kill {order['site']}")
+                self._fault(f"{attempt.name} never came to a kill {order['point']}")
             elif attempt.did_not_load:
                 self.tally.not_loaded += 1
                 self.faults.append(f"{attempt.name} did not load:\n{wrong}")

@@ -24,7 +24,7 @@ WAYS = {
 SAVES, LOADS = zip(*WAYS.values(), strict=True)
 
 
-class Site(NamedTuple):
+class KillPoint(NamedTuple):
     """A moment in a phase of training: just before or after a call."""
 
     phase: str
@@ -53,47 +53,47 @@ class Gradients:
     def arrive(_: object) -> None: ...
 
 
-def _lending(when: str, path: str, only_at_first: bool = False) -> Site:
-    return Site("lending", when, path, 6, needs_others=True, only_at_first=only_at_first)
+def _sharing(when: str, path: str, only_at_first: bool = False) -> KillPoint:
+    return KillPoint("sharing", when, path, 6, needs_others=True, only_at_first=only_at_first)
 
 
 DCP = "torch.distributed.checkpoint"
-ANY = Site("any", "some time after", "elastic:my_samples")
-SITES = (
-    Site("backward", "after", "chaos_plan:Gradients.arrive", calls=6),
-    Site("step", "before", "torch.optim:AdamW.step", calls=6),
-    Site("step", "after", "torch.optim:AdamW.step", calls=6),
-    Site("gather", "before", "onecopy.sharding.engine:AllGathers.launch", calls=6),
-    Site("gather", "after", "onecopy.sharding.engine:AllGathers.launch", calls=6),
-    Site("gather", "before", "onecopy.sharding.engine:AllGathers.wait", calls=6),
-    _lending("before", "onecopy.comm.gloo.comm:SharedBuffer.wait_until_read"),
-    _lending("after", "onecopy.comm.gloo.comm:GlooComm.share"),
-    _lending("before", "onecopy.comm.gloo.local_ranks:SharedRead.arrive"),
-    _lending("after", "onecopy.comm.gloo.local_ranks:SharedRead.arrive"),
+ANY = KillPoint("any", "some time after", "elastic:my_samples")
+KILL_POINTS = (
+    KillPoint("backward", "after", "chaos_plan:Gradients.arrive", calls=6),
+    KillPoint("step", "before", "torch.optim:AdamW.step", calls=6),
+    KillPoint("step", "after", "torch.optim:AdamW.step", calls=6),
+    KillPoint("gather", "before", "onecopy.sharding.engine:AllGathers.launch", calls=6),
+    KillPoint("gather", "after", "onecopy.sharding.engine:AllGathers.launch", calls=6),
+    KillPoint("gather", "before", "onecopy.sharding.engine:AllGathers.wait", calls=6),
+    _sharing("before", "onecopy.comm.gloo.comm:SharedBuffer.wait_until_read"),
+    _sharing("after", "onecopy.comm.gloo.comm:GlooComm.share"),
+    _sharing("before", "onecopy.comm.gloo.local_ranks:SharedRead.arrive"),
+    _sharing("after", "onecopy.comm.gloo.local_ranks:SharedRead.arrive"),
     # An all-gather reads from the same address in later steps.
-    _lending("before", "onecopy.comm.gloo.local_ranks:SharedRead.tensor", only_at_first=True),
-    _lending("after", "onecopy.comm.gloo.local_ranks:SharedRead.tensor", only_at_first=True),
-    _lending("before", "onecopy.comm.gloo.local_ranks:SharedRead.release"),
-    _lending("after", "onecopy.comm.gloo.local_ranks:SharedRead.release"),
-    Site("save", "before", "torch:save", only_rank_0=True),
-    Site("save", "after", "onecopy.checkpoint.files:DataFileWriter.append", calls=6),
-    Site("save", "before", "os:fsync", calls=3),
-    Site("save", "before", "onecopy.comm.agreement:StoreChannel.gather"),
-    Site("save", "before", "onecopy.comm.agreement:StoreChannel.answer"),
-    Site("save", "before", "onecopy.checkpoint.save:write_metadata", only_rank_0=True),
-    Site("save", "after", "onecopy.checkpoint.save:write_metadata", only_rank_0=True),
-    Site("save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),
-    Site("save", "after", "pathlib:Path.rename", calls=2, only_rank_0=True),
-    Site("save", "before", "os:rmdir", calls=2, only_rank_0=True),
-    Site("load", "before", "onecopy.checkpoint.files:DataFileReader.value"),
-    Site("load", "after", "onecopy.checkpoint.files:DataFileReader.value"),
-    Site("load", "after", "onecopy.checkpoint.files:DataFileReader.fill", calls=6),
-    Site("load", "before", "onecopy.comm.agreement:StoreChannel.gather"),
-    Site("load", "before", "onecopy.comm.agreement:StoreChannel.answer"),
-    Site("load", "before", "onecopy.checkpoint.load:adopt"),
-    Site("load", "after", "onecopy.checkpoint.load:adopt"),
-    Site("full save", "before", "onecopy.checkpoint.full_state:consolidate"),
-    Site(
+    _sharing("before", "onecopy.comm.gloo.local_ranks:SharedRead.tensor", only_at_first=True),
+    _sharing("after", "onecopy.comm.gloo.local_ranks:SharedRead.tensor", only_at_first=True),
+    _sharing("before", "onecopy.comm.gloo.local_ranks:SharedRead.release"),
+    _sharing("after", "onecopy.comm.gloo.local_ranks:SharedRead.release"),
+    KillPoint("save", "before", "torch:save", only_rank_0=True),
+    KillPoint("save", "after", "onecopy.checkpoint.files:DataFileWriter.append", calls=6),
+    KillPoint("save", "before", "os:fsync", calls=3),
+    KillPoint("save", "before", "onecopy.comm.agreement:StoreChannel.gather"),
+    KillPoint("save", "before", "onecopy.comm.agreement:StoreChannel.answer"),
+    KillPoint("save", "before", "onecopy.checkpoint.save:write_metadata", only_rank_0=True),
+    KillPoint("save", "after", "onecopy.checkpoint.save:write_metadata", only_rank_0=True),
+    KillPoint("save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    KillPoint("save", "after", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    KillPoint("save", "before", "os:rmdir", calls=2, only_rank_0=True),
+    KillPoint("load", "before", "onecopy.checkpoint.files:DataFileReader.value"),
+    KillPoint("load", "after", "onecopy.checkpoint.files:DataFileReader.value"),
+    KillPoint("load", "after", "onecopy.checkpoint.files:DataFileReader.fill", calls=6),
+    KillPoint("load", "before", "onecopy.comm.agreement:StoreChannel.gather"),
+    KillPoint("load", "before", "onecopy.comm.agreement:StoreChannel.answer"),
+    KillPoint("load", "before", "onecopy.checkpoint.load:adopt"),
+    KillPoint("load", "after", "onecopy.checkpoint.load:adopt"),
+    KillPoint("full save", "before", "onecopy.checkpoint.full_state:consolidate"),
+    KillPoint(
         "full save",
         "before",
         "onecopy.checkpoint.full_state:send_tensors",
@@ -101,83 +101,91 @@ SITES = (
         not_rank_0=True,
         needs_others=True,
     ),
-    Site(
+    KillPoint(
         "full save",
         "after",
         "onecopy.checkpoint.full_state:receive_tensors",
         calls=2,
         only_rank_0=True,
     ),
-    Site("full save", "after", "onecopy.checkpoint.full_state:consolidate"),
-    Site("full save", "before", "torch:save", only_rank_0=True),
-    Site("full save", "after", "torch:save", only_rank_0=True),
-    Site("full save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),
-    Site("full save", "after", "pathlib:Path.rename", calls=2, only_rank_0=True),
-    Site("full load", "after", "torch:load"),
-    Site("full load", "after", "onecopy.optimizer:adopt_state"),
-    Site("dcp save", "before", f"{DCP}:DefaultSavePlanner.create_local_plan"),
-    Site("dcp save", "before", f"{DCP}:DefaultSavePlanner.create_global_plan", only_rank_0=True),
-    Site("dcp save", "before", f"{DCP}:FileSystemWriter.write_data"),
-    Site("dcp save", "after", f"{DCP}:FileSystemWriter.write_data"),
-    Site("dcp save", "before", f"{DCP}:FileSystemWriter.finish", only_rank_0=True),
+    KillPoint("full save", "after", "onecopy.checkpoint.full_state:consolidate"),
+    KillPoint("full save", "before", "torch:save", only_rank_0=True),
+    KillPoint("full save", "after", "torch:save", only_rank_0=True),
+    KillPoint("full save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    KillPoint("full save", "after", "pathlib:Path.rename", calls=2, only_rank_0=True),
+    KillPoint("full load", "after", "torch:load"),
+    KillPoint("full load", "after", "onecopy.optimizer:adopt_state"),
+    KillPoint("dcp save", "before", f"{DCP}:DefaultSavePlanner.create_local_plan"),
+    KillPoint(
+        "dcp save", "before", f"{DCP}:DefaultSavePlanner.create_global_plan", only_rank_0=True
+    ),
+    KillPoint("dcp save", "before", f"{DCP}:FileSystemWriter.write_data"),
+    KillPoint("dcp save", "after", f"{DCP}:FileSystemWriter.write_data"),
+    KillPoint("dcp save", "before", f"{DCP}:FileSystemWriter.finish", only_rank_0=True),
     # The first call of a save renames the metadata.
-    Site("dcp save", "before", "pathlib:Path.rename", calls=3, only_rank_0=True),
-    Site("dcp save", "after", "pathlib:Path.rename", calls=3, only_rank_0=True),
-    Site("dcp load", "before", f"{DCP}:FileSystemReader.read_data"),
-    Site("dcp load", "before", "onecopy.checkpoint.dcp:ShardedState.load_state_dict"),
-    Site("dcp load", "after", "onecopy.optimizer:adopt_state"),
+    KillPoint("dcp save", "before", "pathlib:Path.rename", calls=3, only_rank_0=True),
+    KillPoint("dcp save", "after", "pathlib:Path.rename", calls=3, only_rank_0=True),
+    KillPoint("dcp load", "before", f"{DCP}:FileSystemReader.read_data"),
+    KillPoint("dcp load", "before", "onecopy.checkpoint.dcp:ShardedState.load_state_dict"),
+    KillPoint("dcp load", "after", "onecopy.optimizer:adopt_state"),
     ANY,
     ANY,
     ANY,
 )
-PHASES = tuple(dict.fromkeys(site.phase for site in SITES))
+PHASES = tuple(dict.fromkeys(point.phase for point in KILL_POINTS))
 
 
-class JobSites(NamedTuple):
-    """How a job saves and loads, and the sites at which its ranks are killed."""
+class JobPoints(NamedTuple):
+    """How a job saves and loads, and the points at which its ranks are killed."""
 
     way: str
-    sites: tuple[Site, ...]
+    points: tuple[KillPoint, ...]
 
 
 JOBS_OF_WAY = {"own": 5, "full": 3, "dcp": 3}
 
 
-def _distribute() -> tuple[JobSites, ...]:
-    """All sites, five to a job: those of a way to jobs that save in that way, the others where jobs
+def _distribute() -> tuple[JobPoints, ...]:
+    """All points, five to a job: those of a way to jobs that save so, the others where jobs
     have room. Jobs of one way are as far from one another as possible."""
-    of_ways = {way: [s for s in SITES if s.phase in phases] for way, phases in WAYS.items()}
-    others = itertools.cycle(s for s in SITES if s.phase not in (*SAVES, *LOADS))
+    of_ways = {way: [s for s in KILL_POINTS if s.phase in phases] for way, phases in WAYS.items()}
+    others = itertools.cycle(s for s in KILL_POINTS if s.phase not in (*SAVES, *LOADS))
     jobs = []
     for way, count in JOBS_OF_WAY.items():
         room = count * KILLS_A_JOB - len(of_ways[way])
-        sites = _spread([*of_ways[way], *itertools.islice(others, room)])
+        points = _spread([*of_ways[way], *itertools.islice(others, room)])
         for number in range(count):
-            job = JobSites(way, sites[number * KILLS_A_JOB : (number + 1) * KILLS_A_JOB])
+            job = JobPoints(way, points[number * KILLS_A_JOB : (number + 1) * KILLS_A_JOB])
             jobs.append(((number + 0.5) / count, job))
     return tuple(job for _, job in sorted(jobs, key=lambda place: place[0]))
 
 
-def _spread(sites: Sequence[Site]) -> tuple[Site, ...]:
-    """The same sites, with those of a phase as far from one another as possible."""
-    of_phase = {p: [site for site in sites if site.phase == p] for p in PHASES}
-    places = [((n + 0.5) / len(of), site) for of in of_phase.values() for n, site in enumerate(of)]
-    return tuple(site for _, site in sorted(places, key=lambda place: place[0]))
+def _spread(points: Sequence[KillPoint]) -> tuple[KillPoint, ...]:
+    """The same points, with those of a phase as far from one another as possible."""
+    of_phase = {p: [point for point in points if point.phase == p] for p in PHASES}
+    places = [
+        ((n + 0.5) / len(of), point) for of in of_phase.values() for n, point in enumerate(of)
+    ]
+    return tuple(point for _, point in sorted(places, key=lambda place: place[0]))
 
 
 # Job after job takes the next ones, and then the first ones again. Their number has no divisor in
 # common with those of modes and sizes, so that other seeds give other combinations.
-SITES_OF_JOBS = _distribute()
+POINTS_OF_JOBS = _distribute()
 
 _WHILE_RANK_0_WAITS = {"DataFileWriter.append", "os.fsync", "StoreChannel.gather"}
-assert {site.function for site in SITES if site.phase == "save"} >= _WHILE_RANK_0_WAITS
+assert {point.function for point in KILL_POINTS if point.phase == "save"} >= _WHILE_RANK_0_WAITS
 # Where the second machine is lost, by trial.
-MACHINE_SITES: tuple[tuple[Site, ...], ...] = (
-    tuple(s for s in SITES if s.phase == "save" and s.function in _WHILE_RANK_0_WAITS),
-    tuple(s for s in SITES if s.phase == "lending" and not s.only_at_first),
-    tuple(s for s in SITES if s.phase in ("backward", "step", "gather")),
-    tuple(s for s in SITES if s.phase == "full save" and s.when == "before" and not s.only_rank_0),
-    tuple(s for s in SITES if s.phase == "dcp save" and not s.only_rank_0),
+MACHINE_POINTS: tuple[tuple[KillPoint, ...], ...] = (
+    tuple(s for s in KILL_POINTS if s.phase == "save" and s.function in _WHILE_RANK_0_WAITS),
+    tuple(s for s in KILL_POINTS if s.phase == "sharing" and not s.only_at_first),
+    tuple(s for s in KILL_POINTS if s.phase in ("backward", "step", "gather")),
+    tuple(
+        s
+        for s in KILL_POINTS
+        if s.phase == "full save" and s.when == "before" and not s.only_rank_0
+    ),
+    tuple(s for s in KILL_POINTS if s.phase == "dcp save" and not s.only_rank_0),
 )
 
 
@@ -191,7 +199,9 @@ class Plan:
     kills: dict[str, dict[str, Any]]  # by attempt
     on_machines: bool = False  # one for each rank
     way: str = "own"  # to save and to load
-    lends: bool = True  # ranks read in each other's memory. Two "machines" can do so, too: they are
+    shares_memory: bool = (
+        True  # ranks read in each other's memory. Two "machines" can do so, too: they are
+    )
     # one, and notice a loss by themselves, while torchrun tells the ranks of one agent
 
     def __str__(self) -> str:
@@ -205,14 +215,14 @@ def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     mode = MODES[seed % len(MODES)]
     ranks, *fewer = SIZES[seed % len(SIZES)]
     ends_alone = fewer == [1]
-    way, job = SITES_OF_JOBS[seed % len(SITES_OF_JOBS)]
-    sites = list(job[:kills])
-    rng.shuffle(sites)
-    sites.sort(key=lambda site: ends_alone and not site.needs_others)
-    first = next((number for number, site in enumerate(sites) if _may_come_first(site)), None)
-    sites.insert(0, ANY if first is None else sites.pop(first))
-    del sites[kills:]
-    with_others = max(n for n, site in enumerate(sites, 1) if n == 1 or site.needs_others)
+    way, job = POINTS_OF_JOBS[seed % len(POINTS_OF_JOBS)]
+    points = list(job[:kills])
+    rng.shuffle(points)
+    points.sort(key=lambda point: ends_alone and not point.needs_others)
+    first = next((number for number, point in enumerate(points) if _may_come_first(point)), None)
+    points.insert(0, ANY if first is None else points.pop(first))
+    del points[kills:]
+    with_others = max(n for n, point in enumerate(points, 1) if n == 1 or point.needs_others)
     least = with_others if ends_alone else 1
     if mode in KEEPS_ITS_RANKS or least >= kills:
         fewer = []
@@ -221,51 +231,51 @@ def make_plan(seed: int, kills: int = KILLS_A_JOB) -> Plan:
     names = [f"{n}.{restart}" for n, (_, k) in enumerate(launches) for restart in range(k)]
     sizes = [size for size, k in launches for _ in range(k)]
     orders = {
-        name: _order(rng, site, size, is_first=name == "0.0")
-        for name, site, size in zip(names, sites, sizes, strict=True)
+        name: _order(rng, point, size, is_first=name == "0.0")
+        for name, point, size in zip(names, points, sizes, strict=True)
     }
     return Plan(seed, mode, launches, orders, way=way)
 
 
-def _may_come_first(site: Site) -> bool:
+def _may_come_first(point: KillPoint) -> bool:
     """The first kill of a job comes when there is a checkpoint, and nothing has been loaded."""
-    return site.phase not in LOADS and not site.only_at_first
+    return point.phase not in LOADS and not point.only_at_first
 
 
 def lost_machine(seed: int) -> Plan:
     """A job whose second machine is lost, of which nobody tells the first."""
     rng = random.Random(seed)
-    sites = MACHINE_SITES[seed % len(MACHINE_SITES)]
-    turn = seed // len(MACHINE_SITES)
-    site = sites[turn % len(sites)]
+    points = MACHINE_POINTS[seed % len(MACHINE_POINTS)]
+    turn = seed // len(MACHINE_POINTS)
+    point = points[turn % len(points)]
     # In drop-in mode rank 0 may wait in DDP, whose errors name no rank; in a save it does not.
-    others = () if site.phase in SAVES else ("drop-in",)
+    others = () if point.phase in SAVES else ("drop-in",)
     modes = [mode for mode in MODES if mode not in (*KEEPS_ITS_RANKS, *others)]
-    order = {**_order(rng, site, 2, is_first=True), "announcer": 1, "victim": 1}
+    order = {**_order(rng, point, 2, is_first=True), "announcer": 1, "victim": 1}
     return Plan(
         seed,
-        modes[(turn + seed % len(MACHINE_SITES)) % len(modes)],
+        modes[(turn + seed % len(MACHINE_POINTS)) % len(modes)],
         ((2, 1),),
         {"0.0": {**order, "with_agent": True}},
         on_machines=True,
-        way=next((way for way, phases in WAYS.items() if site.phase in phases), "own"),
-        lends=site.phase == "lending",
+        way=next((way for way, phases in WAYS.items() if point.phase in phases), "own"),
+        shares_memory=point.phase == "sharing",
     )
 
 
-def _order(rng: random.Random, site: Site, ranks: int, is_first: bool) -> dict[str, Any]:
-    """The kill is at the `call`-th call of the site, counted from the `visit`-th beginning of its
+def _order(rng: random.Random, point: KillPoint, ranks: int, is_first: bool) -> dict[str, Any]:
+    """The kill is at the `call`-th call of the point, counted from the `visit`-th beginning of its
     phase; in the phase "any", `delay` steps after that beginning."""
     of_saves, of_steps = rng.randint(1, 2) + is_first, rng.randint(2, 8) + SAVE_EVERY * is_first
-    visit = of_saves if site.phase in SAVES else 1 if site.phase in LOADS else of_steps
+    visit = of_saves if point.phase in SAVES else 1 if point.phase in LOADS else of_steps
     return {
-        "phase": site.phase,
-        "site": str(site),
-        "visit": 1 if site.only_at_first else visit,
-        "call": rng.randint(1, site.calls),
+        "phase": point.phase,
+        "point": str(point),
+        "visit": 1 if point.only_at_first else visit,
+        "call": rng.randint(1, point.calls),
         "delay": rng.uniform(0, 3),
-        "announcer": 0 if site.only_rank_0 else rng.randrange(site.not_rank_0, ranks),
-        "victim": 0 if site.only_rank_0 else rng.randrange(ranks),
+        "announcer": 0 if point.only_rank_0 else rng.randrange(point.not_rank_0, ranks),
+        "victim": 0 if point.only_rank_0 else rng.randrange(ranks),
     }
 
 

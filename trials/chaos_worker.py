@@ -1,4 +1,4 @@
-"""One rank of a job: `examples/elastic.py`, with hooks at the sites at which a rank is killed.
+"""One rank of a job: `examples/elastic.py`, with hooks at the points at which a rank is killed.
 
     torchrun ... chaos_worker.py JOB train LAUNCH     train; JOB/orders.json says who is killed when
     torchrun ... chaos_worker.py JOB replay ORDERS    train again from kept checkpoints
@@ -37,7 +37,7 @@ import elastic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from chaos_plan import SITES, WAYS, Gradients, Site
+from chaos_plan import KILL_POINTS, WAYS, Gradients, KillPoint
 from inside import share_memory_from
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -124,8 +124,8 @@ class RankLog:
 
 
 class Killer:
-    """Kills the victim of an order when this rank, the announcer, reaches the site of the order
-    (see chaos_plan.py). An order whose site is not reached before the training ends is dropped;
+    """Kills the victim of an order when this rank, the announcer, reaches the point of the order
+    (see chaos_plan.py). An order whose point is not reached before the training ends is dropped;
     chaos.py counts that as a failure."""
 
     def __init__(self, order: dict[str, Any] | None, log: RankLog, victim_log: Path) -> None:
@@ -143,7 +143,7 @@ class Killer:
         """Phases without an end of their own last as long as the training: with lazy gathers, a
         bucket may arrive in the next forward."""
         last, self._step_began = self._step_began, time.monotonic()
-        for phase in ("any", "gather", "lending"):
+        for phase in ("any", "gather", "sharing"):
             self._visits[phase] += 1
             self._inside[phase] = 1
         if self._is_due("any") and not self._timer and self._order:
@@ -160,8 +160,8 @@ class Killer:
         finally:
             self._inside[phase] -= 1
 
-    def at(self, phase: str, site: str) -> None:
-        if self._order and self._order["site"] == site and self._is_due(phase):
+    def at(self, phase: str, point: str) -> None:
+        if self._order and self._order["point"] == point and self._is_due(phase):
             self._calls += 1
             if self._calls == self._order["call"]:
                 self._kill()
@@ -187,7 +187,7 @@ class Killer:
             self._log.write(
                 killed=order["victim"],
                 phase=order["phase"],
-                where=order["site"],
+                where=order["point"],
                 begun=self._visits["any"],
             )
             if order.get("with_agent"):  # as if its machine were gone
@@ -196,9 +196,9 @@ class Killer:
 
 
 def install_hooks(killer: Killer, log: RankLog, kept: Path, way: str) -> None:
-    """Wrap the functions of all sites and the phases, and the save and resume of the example."""
+    """Wrap the functions of all points and the phases, and the save and resume of the example."""
     phase_of_saves, phase_of_loads = WAYS[way]
-    hook_sites(dict.fromkeys(SITES), killer.at)
+    hook_kill_points(dict.fromkeys(KILL_POINTS), killer.at)
     in_phase = killer.in_phase
     _visited(torch.Tensor, "backward", lambda: in_phase("backward"))
     _visited(onecopy.ZeroRedundancyOptimizer, "step", lambda: in_phase("step"))
@@ -223,18 +223,18 @@ def install_hooks(killer: Killer, log: RankLog, kept: Path, way: str) -> None:
     elastic.save, elastic.resume = saved, resumed
 
 
-def hook_sites(sites: Iterable[Site], at: Callable[[str, str], None]) -> None:
-    """Call `at(phase, name)` whenever a site is reached, in whatever phase."""
-    for site in sites:
-        if site.phase != "any":  # which a timer ends
-            tell = functools.partial(at, site.phase, str(site))
-            before, after = (tell, _nothing) if site.when == "before" else (_nothing, tell)
-            _around(*owner_of(site), before, after)
+def hook_kill_points(points: Iterable[KillPoint], at: Callable[[str, str], None]) -> None:
+    """Call `at(phase, name)` whenever a point is reached, in whatever phase."""
+    for point in points:
+        if point.phase != "any":  # which a timer ends
+            tell = functools.partial(at, point.phase, str(point))
+            before, after = (tell, _nothing) if point.when == "before" else (_nothing, tell)
+            _around(*owner_of(point), before, after)
 
 
-def owner_of(site: Site) -> tuple[Any, str]:
-    """The module or class of a site's function, and the name of the function in it."""
-    module, _, function = site.path.partition(":")
+def owner_of(point: KillPoint) -> tuple[Any, str]:
+    """The module or class of a point's function, and the name of the function in it."""
+    module, _, function = point.path.partition(":")
     *classes, name = function.split(".")
     return functools.reduce(getattr, classes, importlib.import_module(module)), name
 
@@ -298,7 +298,7 @@ def run_train(job: Path, launch: str) -> None:
     install_hooks(killer, log, job / "kept" / attempt, orders["way"])
     mode = orders["mode"]
     build_with(lazy=mode == "lazy", bucket_mb=MANY_BUCKETS, **masters_of(mode))
-    if orders["lends"]:
+    if orders["shares_memory"]:
         share_memory_from(1)
     else:
         os.environ["ONECOPY_SHARED_MEMORY"] = "0"

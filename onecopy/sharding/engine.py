@@ -92,7 +92,7 @@ class BucketQueue:
         self.in_flight: dict[int, tuple[QueuedBucket, Collective]] = {}
         self.launched = 0  # buckets, since construction
 
-    def _guard(self, doing: str) -> contextlib.AbstractContextManager[None]:
+    def _abandon_on_error(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
         given up. Copies of parameters can."""
         if self._phase is Phase.REDUCE_SCATTER:
@@ -114,7 +114,7 @@ class BucketQueue:
             for buffer in op.buffers:
                 buffer.wait_until_read()  # may fail: nothing is in flight yet
             fill()
-            with self._guard("sending gradients"):
+            with self._abandon_on_error("sending gradients"):
                 op.start()
                 bucket.move_to(self._in_flight_phase)
                 for buffer in op.buffers:
@@ -136,7 +136,7 @@ class BucketQueue:
         bucket, op = self.in_flight[number]
         with self._group.counters.waiting(self._phase, number):
             op.wait()
-            with self._guard("adding up gradients"):
+            with self._abandon_on_error("adding up gradients"):
                 op.complete()
                 # Not before: whoever uses the bucket must not pass for lack of it.
                 self._cross_off(bucket, op)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from chaos import Attempt, read_attempts
 from chaos_plan import (
     KEEPS_ITS_RANKS,
+    KILL_POINTS,
     MODES,
+    POINTS_OF_JOBS,
     SAVE_EVERY,
-    SITES,
-    SITES_OF_JOBS,
     SIZES,
     STEPS,
     WAYS,
@@ -31,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from onecopy import ZeroRedundancyOptimizer
 
 
-def kill(phase: str, site: str, announcer: int, victim: int, visit: int) -> dict[str, Any]:
-    assert (phase, site) in {(each.phase, str(each)) for each in SITES}
-    order = {"phase": phase, "site": site, "visit": visit, "call": 1, "delay": 0.0}
+def kill(phase: str, point: str, announcer: int, victim: int, visit: int) -> dict[str, Any]:
+    assert (phase, point) in {(each.phase, str(each)) for each in KILL_POINTS}
+    order = {"phase": phase, "point": point, "visit": visit, "call": 1, "delay": 0.0}
     return {**order, "announcer": announcer, "victim": victim}
 
 
@@ -56,17 +56,17 @@ def test_a_job_killed_in_a_save_and_in_a_load_goes_on_as_if_nothing_had_been() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "site", "announcer"),
+    ("way", "point", "announcer"),
     [("full", "before full_state.send_tensors", 1), ("dcp", "before FileSystemWriter.finish", 0)],
 )
 def test_a_job_that_saves_in_another_way_is_killed_in_its_save_and_goes_on_too(
-    way: str, site: str, announcer: int
+    way: str, point: str, announcer: int
 ) -> None:
     phase, _ = WAYS[way]
-    order = kill(phase, site, announcer, victim=0, visit=2)
+    order = kill(phase, point, announcer, victim=0, visit=2)
     tally = chaos.Tally()
     chaos.run(Plan(0, "attached", ((2, 1),), {"0.0": order}, way=way), tally)
-    assert dict(tally.places) == {f"{phase}: {site}": 1}
+    assert dict(tally.places) == {f"{phase}: {point}": 1}
     assert (tally.failures, tally.resumed, tally.lost_steps) == (0, 1, SAVE_EVERY)
     assert tally.compared == 2 * 2 * (STEPS + SAVE_EVERY)
 
@@ -78,16 +78,16 @@ def test_every_site_of_a_way_is_met_where_the_plan_expects_it_and_what_was_saved
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(world.rank))  # torchrun sets it
-        from chaos_worker import SAVE_AND_LOAD, elastic, hook_sites, owner_of
+        from chaos_worker import SAVE_AND_LOAD, elastic, hook_kill_points, owner_of
 
-        sites = [site for site in SITES if site.phase in WAYS[way]]
-        for site in sites:
-            owner, name = owner_of(site)
+        points = [point for point in KILL_POINTS if point.phase in WAYS[way]]
+        for point in points:
+            owner, name = owner_of(point)
             patch.setattr(owner, name, getattr(owner, name))  # is put back
         for name, act in zip(("write", "read"), SAVE_AND_LOAD[way], strict=True):
             patch.setattr(elastic, name, act)
         met: set[tuple[str, str]] = set()
-        hook_sites(sites, lambda phase, site: met.add((phase, site)))
+        hook_kill_points(points, lambda phase, point: met.add((phase, point)))
 
         net, optimizer = trained(world)
         elastic.save(tmp_path, 1, net, optimizer)
@@ -98,8 +98,8 @@ def test_every_site_of_a_way_is_met_where_the_plan_expects_it_and_what_was_saved
         train(world, each, its, step=2)
     for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    here = [s for s in sites if not (s.only_rank_0 if world.rank else s.not_rank_0)]
-    assert {(site.phase, str(site)) for site in here} <= met
+    here = [s for s in points if not (s.only_rank_0 if world.rank else s.not_rank_0)]
+    assert {(point.phase, str(point)) for point in here} <= met
 
 
 def trained(world: World, steps: int = 1) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -216,9 +216,9 @@ def test_the_survivor_of_a_machine_must_name_the_lost_rank(
 
 OF_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 IN_DCP = f"""Traceback (most recent call last):
-  File "/site-packages/torch/distributed/checkpoint/state_dict_saver.py", line 196, in save
+  File "/point-packages/torch/distributed/checkpoint/state_dict_saver.py", line 196, in save
     return _save_state_dict(
-  File "/site-packages/torch/distributed/distributed_c10d.py", line 4287, in all_gather
+  File "/point-packages/torch/distributed/distributed_c10d.py", line 4287, in all_gather
     work.wait()
 RuntimeError: {OF_GLOO} [127.0.0.1]:21209. This is typically caused by a remote worker crashing.
 """
@@ -284,8 +284,8 @@ def test_plans_follow_from_the_seed_and_reach_every_site_and_mode(seed: int) -> 
     of_ranks, of_machines = plans[:11], plans[11:]
     kills = [order for plan in of_ranks for order in plan.kills.values()]
     assert len(kills) == 55
-    assert {(order["phase"], order["site"]) for order in kills} == {
-        (site.phase, str(site)) for site in SITES
+    assert {(order["phase"], order["point"]) for order in kills} == {
+        (point.phase, str(point)) for point in KILL_POINTS
     }
     assert {plan.mode for plan in of_ranks} == set(MODES)
     whole = {size[0] for size in SIZES}
@@ -301,13 +301,15 @@ def test_plans_follow_from_the_seed_and_reach_every_site_and_mode(seed: int) -> 
         of_one = [
             o["phase"] for attempt, o in plan.kills.items() if attempt.startswith(tuple(alone))
         ]
-        assert "lending" not in of_one
+        assert "sharing" not in of_one
     assert all(plan.on_machines for plan in of_machines)
     lost_in = {plan.kills["0.0"]["phase"]: plan.way for plan in of_machines}
     of_saves = {phases[0]: way for way, phases in WAYS.items()}
-    assert lost_in.items() >= {**of_saves, "lending": "own"}.items()
+    assert lost_in.items() >= {**of_saves, "sharing": "own"}.items()
     assert len(lost_in) == 5
-    assert all(plan.lends == (plan.kills["0.0"]["phase"] == "lending") for plan in of_machines)
+    assert all(
+        plan.shares_memory == (plan.kills["0.0"]["phase"] == "sharing") for plan in of_machines
+    )
 
 
 @pytest.mark.parametrize("kills", range(1, 5))
@@ -321,15 +323,15 @@ def test_a_job_with_few_kills_has_a_plan(kills: int) -> None:
 
 def test_five_kills_with_a_new_seed_meet_a_save_and_other_sites_each_time() -> None:
     met: set[Any] = set()
-    for seed in range(len(SITES_OF_JOBS)):
+    for seed in range(len(POINTS_OF_JOBS)):
         (plan,) = make_plans(5, machines=0, seed=seed)
         orders = list(plan.kills.values())
         phases = {order["phase"] for order in orders}
         assert len(orders) == 5
         assert len(phases) > 1
         assert WAYS[plan.way][0] in phases
-        met |= {(order["phase"], order["site"]) for order in orders}
-    assert met == {(site.phase, str(site)) for site in SITES}
+        met |= {(order["phase"], order["point"]) for order in orders}
+    assert met == {(point.phase, str(point)) for point in KILL_POINTS}
 
 
 def phases_of_others(way: str) -> set[str]:
@@ -337,7 +339,9 @@ def phases_of_others(way: str) -> set[str]:
 
 
 def test_every_job_of_a_row_may_be_in_every_mode_and_size() -> None:
-    assert math.gcd(len(SITES_OF_JOBS), len(MODES)) == math.gcd(len(SITES_OF_JOBS), len(SIZES)) == 1
+    assert (
+        math.gcd(len(POINTS_OF_JOBS), len(MODES)) == math.gcd(len(POINTS_OF_JOBS), len(SIZES)) == 1
+    )
 
 
 def losses_of_plain_ddp(
