@@ -217,7 +217,7 @@ class Attachment:
     def averaged_gradients(self) -> AveragedGradients:
         """The gradients of this rank's shards, all of which have arrived."""
         self.judge()
-        self.reducer.settle()
+        self.reducer.wait()
         return AveragedGradients(
             self._rank_group,
             self._sharded_params.plan,

@@ -399,9 +399,9 @@ class GradientReducer:
             wide.append(wire.to(sum_dtype(wire.dtype, held)))
             sizes = wire.itemsize, held.itemsize, wide[-1].dtype != wire.dtype
             needed = reduce_scatter_staging(plan, number, self._rank_group.rank, comm.links, *sizes)
-            staging.send.demand(turns[-1][0], bucket.layout.numel, wire)
-            staging.receive.demand(turns[-1][1], needed.received, wire)
-            staging.sums.demand(turns[-1][1], needed.sums, wide[-1])
+            staging.send.announce(turns[-1][0], bucket.layout.numel, wire)
+            staging.receive.announce(turns[-1][1], needed.received, wire)
+            staging.sums.announce(turns[-1][1], needed.sums, wide[-1])
         found = []
         for bucket, comm, (send_turn, turn), sums in zip(buckets, comms, turns, wide, strict=True):
             buffers = ReduceBuffers(
@@ -717,7 +717,7 @@ class GradientReducer:
     # ------------------------------------------------------------------ afterwards
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until everything that has left is here."""
         self._queue.wait()
         self.judge()
@@ -753,7 +753,7 @@ class GradientReducer:
             self._queue.wait()
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients of this rank's pieces, in the order of the plan, after ``settle``."""
+        """The gradients of this rank's shards, in the order of the plan, after ``wait``."""
         return [
             grad for bucket in self._prepared.buckets for grad in self.gradients_in(bucket.number)
         ]
@@ -767,7 +767,7 @@ class GradientReducer:
 
     @property
     def present(self) -> Collection[int]:
-        """The parameters that have a gradient, after ``settle``. The same on all ranks."""
+        """The parameters that have a gradient, after ``wait``. The same on all ranks."""
         return self._present
 
     @property

@@ -429,11 +429,11 @@ class StagingSizes:
         for number, bucket in enumerate(plan.buckets if plan.world_size > 1 else ()):
             stream = plan.streams[bucket.stream]
             packed = packed_elements(plan, number, links, flat, is_dense) * stream.itemsize
-            self._demand(("packed", number % depth, stream.device, stream.dtype), packed)
+            self._add(("packed", number % depth, stream.device, stream.dtype), packed)
             if links.local_ranks > 1 and not reuses_gradients(bucket.stream):
                 turn = number % max(SHARED_BUFFERS, depth)
                 shared = functools.partial(_bytes_shared, links, stream.itemsize)
-                self._demand_slots(("shared", turn, stream.device, stream.dtype), number, shared)
+                self._add_slots(("shared", turn, stream.device, stream.dtype), number, shared)
         return self
 
     def add_reduce_scatters(
@@ -444,17 +444,17 @@ class StagingSizes:
         depth = SHARED_BUFFERS if links.local_ranks > 1 else IN_FLIGHT
         for number, bucket in enumerate(plan.buckets):
             device, wire = plan.streams[bucket.stream].device, wire_of(bucket.stream)
-            self._demand(("send", number % depth, device, str(wire)), bucket.numel * wire.itemsize)
+            self._add(("send", number % depth, device, str(wire)), bucket.numel * wire.itemsize)
             sizes = wire.itemsize, held_in(bucket.stream).itemsize
             received = functools.partial(_bytes_received, plan, number, links, *sizes)
-            self._demand_slots(("receive", number % IN_FLIGHT, device, str(wire)), number, received)
+            self._add_slots(("receive", number % IN_FLIGHT, device, str(wire)), number, received)
         return self
 
-    def _demand(self, key: _Key, numbytes: int) -> None:
+    def _add(self, key: _Key, numbytes: int) -> None:
         self._everywhere[key] = max(self._everywhere.get(key, 0), numbytes)
 
-    def _demand_slots(self, key: _Key, bucket: int, needed: Callable[[int], int]) -> None:
-        self._by_rank.setdefault(key, _RankBytes()).demand_slots(self._plan, bucket, needed)
+    def _add_slots(self, key: _Key, bucket: int, needed: Callable[[int], int]) -> None:
+        self._by_rank.setdefault(key, _RankBytes()).add_slots(self._plan, bucket, needed)
 
     def on(self, rank: int) -> int:
         return sum(self._everywhere.values()) + sum(b.on_rank(rank) for b in self._by_rank.values())
@@ -478,18 +478,18 @@ class _RankBytes:
     def on_rank(self, rank: int) -> int:
         return max(self.everywhere, self.more.get(rank, 0))
 
-    def demand_slots(self, plan: Plan, bucket: int, needed: Callable[[int], int]) -> None:
+    def add_slots(self, plan: Plan, bucket: int, needed: Callable[[int], int]) -> None:
         """Room for each rank's slot in a bucket; ``needed``: bytes for so many elements."""
         if plan.streams[plan.buckets[bucket].stream].kind is Kind.WHOLE:
             for rank, (start, stop) in owned_ranges(plan, bucket).items():
-                self._demand_on(rank, needed(stop - start))
+                self._add_on(rank, needed(stop - start))
             return
         each, unit = equal_part(plan, bucket), plan.streams[plan.buckets[bucket].stream].unit
         self.everywhere = max(self.everywhere, needed(each))
         for rank in plan.buckets[bucket].extra:
-            self._demand_on(rank, needed(each + unit))
+            self._add_on(rank, needed(each + unit))
 
-    def _demand_on(self, rank: int, numbytes: int) -> None:
+    def _add_on(self, rank: int, numbytes: int) -> None:
         self.more[rank] = max(self.more.get(rank, 0), numbytes)
 
 

@@ -33,10 +33,10 @@ class FlatStorage:
         self._streams: tuple[Stream, ...] = ()  # those of the plan, each with ...
         self._flats: list[torch.Tensor] = []  # ... its storage
         self._complete: list[bool] = []  # whether all parameters of the stream live in it
-        self._homes: dict[int, _Place] = {}
+        self._places: dict[int, _Place] = {}
 
     def adopt(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
-        """Give homes to the parameters of the plan's streams that have none yet.
+        """Move in the parameters of the plan's streams that live elsewhere.
 
         If the plan does not extend the one before, everybody moves.
         """
@@ -49,18 +49,18 @@ class FlatStorage:
             forms = one_of_each((params[i].shape, params[i].stride()) for i in stream.params)
             for index, start, form in zip(stream.params, stream.starts, forms, strict=True):
                 param = params[index]
-                if index in self._homes or (is_dense(param) and fills_its_storage(param)):
-                    self._homes[index] = _Place(number, start, *form)
+                if index in self._places or (is_dense(param) and fills_its_storage(param)):
+                    self._places[index] = _Place(number, start, *form)
             self._flats.append(flat)
-            self._complete.append(all(index in self._homes for index in stream.params))
-        self.bring_home(params)
+            self._complete.append(all(index in self._places for index in stream.params))
+        self.move_back(params)
 
-    def bring_home(self, params: Sequence[torch.Tensor]) -> None:
+    def move_back(self, params: Sequence[torch.Tensor]) -> None:
         """Move in what is new, and move back what was given other memory in the meantime."""
-        for index, home in self._homes.items():
-            param, flat = params[index], self._flats[home.stream]
-            if param.data_ptr() != flat.data_ptr() + home.start * flat.element_size():
-                memory = flat.as_strided(home.shape, home.stride, home.start)
+        for index, place in self._places.items():
+            param, flat = params[index], self._flats[place.stream]
+            if param.data_ptr() != flat.data_ptr() + place.start * flat.element_size():
+                memory = flat.as_strided(place.shape, place.stride, place.start)
                 memory.copy_(param.detach())
                 param.data = memory
 
@@ -79,8 +79,8 @@ class StagingPool:
         self._sizes: dict[_BufferKey, int] = {}
         self._buffers: dict[_BufferKey, Buffer] = {}
 
-    def demand(self, turn: int, numel: int, like: torch.Tensor) -> None:
-        """Announce what ``reserve`` will ask for. All demands come before the first reserve."""
+    def announce(self, turn: int, numel: int, like: torch.Tensor) -> None:
+        """State what ``reserve`` will ask for. All is stated before the first reserve."""
         key = turn, like.dtype, like.device
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
 

@@ -240,9 +240,9 @@ class AllGathers:
             own = reused(number, like.dtype) if reused is not None and staging.shared else None
             needed.append((staging, own))
             if staging.packed:
-                self._packed.demand(number % limit, staging.packed, like)
+                self._packed.announce(number % limit, staging.packed, like)
             if staging.shared and own is None:
-                self._shared.demand(number % max(SHARED_BUFFERS, limit), staging.shared, like)
+                self._shared.announce(number % max(SHARED_BUFFERS, limit), staging.shared, like)
         buckets = []
         for each, comm, (staging, own) in zip(gathered, comms, needed, strict=True):
             number, like, packed, shared = each.layout.index, each.like, None, own

@@ -122,7 +122,7 @@ def test_a_parameter_that_was_given_other_memory_is_brought_home_with_its_new_va
     params[0].data = torch.full((5, 3), 7.0)
     params[1].data = torch.full_like(params[1], 8.0)
     values = [param.detach().clone() for param in params]
-    homes.bring_home(params)
+    homes.move_back(params)
     assert [param.data_ptr() for param in params] == homed
     check_homes(homes, plan, params, values)
     assert params[0].unique().tolist() == [7.0]
@@ -163,7 +163,7 @@ def test_staging_is_reused_every_so_many_turns_and_fits_the_largest() -> None:
     staging = StagingPool()
     wanted = [5, 8, 2, 9, 1, 2, 7]
     for number, numel in enumerate(wanted):
-        staging.demand(number % 3, numel, like)
+        staging.announce(number % 3, numel, like)
     buffers = [staging.reserve(turn % 3, like, Buffer.allocate) for turn in range(len(wanted))]
     assert buffers == [buffers[number % 3] for number in range(len(wanted))]
     tensors = [buffer.tensor for buffer in buffers[:3]]
@@ -177,7 +177,7 @@ def test_staging_of_other_dtypes_is_other_memory() -> None:
     staging = StagingPool()
     narrow, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.float64)
     for like in (narrow, wide):
-        staging.demand(0, 4, like)
+        staging.announce(0, 4, like)
     buffers = [staging.reserve(0, like, Buffer.allocate).tensor for like in (narrow, wide)]
     assert [buffer.dtype for buffer in buffers] == [torch.bfloat16, torch.float64]
     assert first_overlap(buffers) is None
@@ -185,5 +185,5 @@ def test_staging_of_other_dtypes_is_other_memory() -> None:
 
 def test_staging_starts_without_garbage() -> None:
     staging = StagingPool()
-    staging.demand(0, 1000, torch.empty(0))
+    staging.announce(0, 1000, torch.empty(0))
     assert not staging.reserve(0, torch.empty(0), Buffer.allocate).tensor.any()

@@ -239,7 +239,7 @@ def held_gradients(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor | No
     if not is_attached(optimizer):
         return [param.grad for param in params_of(optimizer)]
     reducer = reducer_of(optimizer)
-    reducer.settle()
+    reducer.wait()
     return reducer.gradients()
 
 
