@@ -199,7 +199,7 @@ def judged_survivor(directory: Path, said: str, phase: str = "save") -> chaos.Jo
         ("a collective failed: rank 1 did not arrive", True),
         ("a collective failed: rank 1 did not answer: lost, stopped, or still waiting", True),
         ("a collective failed: rank 0 did not answer: lost, stopped, or still waiting", False),
-        ("one of the ranks [1] has not lent what it should", True),
+        ("one of the ranks [1] has not shared what it should", True),
         ("no sign of life from rank 1 for 60 s", True),
         ("no sign of life from rank 10 for 60 s", False),
         ("or one was lost. Last seen:\n  rank 1: in step 10", False),

@@ -197,7 +197,11 @@ def test_the_examples_in_docstrings_are_right(path: Path) -> None:
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_names_that_a_page_for_developers_mentions_exist(page: str) -> None:
     """Names with an underscore or two capitals, and files; blocks and URLs aside."""
-    files = [f for d in ("onecopy", "tests", "trials", "benchmarks") for f in (ROOT / d).rglob("*")]
+    files = [
+        f
+        for d in ("onecopy", "tests", "trials", "benchmarks", "docs")
+        for f in (ROOT / d).rglob("*")
+    ]
     files.append(ROOT / "Makefile")
     source = "\n".join(f.read_text() for f in files if f.suffix == ".py" or f.name == "Makefile")
     known = {f.name for f in files} | {"ddp_zero_hook.py", "zero_redundancy_optimizer.py"}
@@ -206,6 +210,10 @@ def test_names_that_a_page_for_developers_mentions_exist(page: str) -> None:
     names = [name for code in codes for name in code.split()]
     assert len(names) > 50
     for name in names:
-        for word in re.findall(r"[\w.]+\.py|\w*_\w+|[A-Z]\w*[A-Z]\w*", name):
-            found = word in known if word.endswith(".py") else re.search(rf"\b{word}\b", source)
+        for word in re.findall(r"[\w.]+\.(?:py|md)|\w*_\w+|[A-Z]\w*[A-Z]\w*", name):
+            found = (
+                word in known
+                if word.endswith((".py", ".md"))
+                else re.search(rf"\b{word}\b", source)
+            )
             assert found or (ROOT / word).exists(), f"{page}: {word} in `{name}`"

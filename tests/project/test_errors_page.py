@@ -36,16 +36,16 @@ NOT_FOR_USERS = (
     "its shape does not fit its bytes",  # the same
     "its bytes are compressed",  # the same
     "its description is too long",  # the same
-    "nothing is relayed to rank …",  # who relays what follows from the hosts
+    "bucket … is … and cannot become …",  # the order of calls follows from the plan
     "expected every rank once, in order",  # what ranks tell of their hosts is put in order
     "it is no tensor",  # the same
-    "… has no chunk at … on this rank",  # DCP asks for the boxes that it was shown
-    "… is not memory that was lent",  # the cause of "the memory of rank … is gone"
+    "… has no chunk at … on this rank",  # DCP asks for the chunks that it was shown
+    "… is not memory that was shared",  # the cause of "the memory of rank … is gone"
     "… could shrink while it is read",  # the same
-    "that memory is too small to have been lent",  # the same
-    "another one has its descriptor",  # the same
+    "that memory is too small to have been shared",  # the same
+    "other memory has its descriptor",  # the same
     "… is no time",  # the cause of "is no trace that onecopy has written"
-    "rank … has lent memory that it does not have",  # an attack
+    "rank … has shared memory that it does not have",  # an attack
     "the buckets do not cover their streams",  # plans check themselves
     "… does not continue its stream",  # the same
     "at the end of backward, bucket … has not left",  # no other thread is in backward then
