@@ -380,6 +380,8 @@ class _ReduceScatter(Collective):
                 part = sums.tensor[used_of_sums : used_of_sums + part.numel()]
                 used_of_sums += part.numel()
             self._relayed[owner] = part
+        self._own_range = layout.range(rank)
+        self._direct = [(owner, layout.part(self._whole, owner)) for owner in routes.direct]
         self._contributions: dict[int, torch.Tensor] = {
             **self._received,
             rank: layout.part(self._whole, rank),
@@ -411,8 +413,7 @@ class _ReduceScatter(Collective):
                 comm.share(self._send, to_readers, tag, self._read)
             for sender, room in self._received.items():
                 pending.works.append(dist.irecv(room, ranks[sender], group=own_group, tag=tag))
-            for owner in routes.direct:
-                part = self._layout.part(self._whole, owner)
+            for owner, part in self._direct:
                 group.traffic.add(part)
                 pending.works.append(dist.isend(part, ranks[owner], group=own_group, tag=tag))
         if self._relayed:
@@ -435,8 +436,8 @@ class _ReduceScatter(Collective):
         by_rank[group.rank] = self._whole
         works = []
         for owner, total in self._relayed.items():
-            parts = [self._layout.part(by_rank[rank], owner) for rank in sorted(by_rank)]
-            add_up(parts, total)
+            start, stop = self._layout.range(owner)
+            add_up([by_rank[rank][start:stop] for rank in sorted(by_rank)], total)
             peer = group.global_ranks[owner]
             works.append(dist.isend(total, peer, group=group.process_group, tag=self._tag))
         return works
@@ -447,10 +448,10 @@ class _ReduceScatter(Collective):
     def complete(self) -> None:
         # Of a local rank that sends its part, the memory is read for owners elsewhere only.
         of_rank = dict(self._contributions)
-        dtype, rank = self._whole.dtype, self._comm.group.rank
+        dtype, (start, stop) = self._whole.dtype, self._own_range
         for read in self._pending.reads:
             if read.source not in of_rank:
-                of_rank[read.source] = self._layout.part(read.tensor(dtype), rank)
+                of_rank[read.source] = read.tensor(dtype)[start:stop]
         self._slot.add([of_rank[rank] for rank in self.routes.contributors])
         self.discard()
 
