@@ -230,11 +230,13 @@ class ShardedState:
                 if not _is_complete(shards, leaves):
                     incomplete.append(name)
                     continue
-                read += [
-                    replace(shard, data=_value(leaves[shard.path], shard))
-                    for shard in shards
-                    if shard.path in leaves
-                ]
+                for shard in shards:
+                    if shard.path in leaves:
+                        leaf = leaves[shard.path]
+                        is_chunks = isinstance(leaf, ChunkTensor)
+                        read.append(
+                            replace(shard, data=leaf.data_for(shard) if is_chunks else leaf)
+                        )
         self._adopt(view, read, list(map(_options, tree["param_groups"])), sorted(incomplete))
 
 
@@ -283,10 +285,6 @@ def _is_complete(shards: Sequence[StateShard], leaves: Mapping[Path, Any]) -> bo
     asked = {chunk.incoming is not None for chunk in chunks}
     is_there = all(shard.path in leaves or shard.is_master for shard in shards)
     return is_there and len(asked) < 2 and all(chunk.is_complete for chunk in chunks)
-
-
-def _value(leaf: Any, shard: StateShard) -> Any:
-    return leaf.data_for(shard) if isinstance(leaf, ChunkTensor) else leaf
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,17 +84,17 @@ def has_no_state(
 class Manifest(NamedTuple):
     """What a rank holds: the skeleton of the state of each owned shard, and forms of its tensors.
 
-    Most shards look alike, so each look is written once. It travels as JSON.
+    Most shards are alike, so each kind is written once. It travels as JSON.
     """
 
-    looks: list[tuple[Any, list[Form]]]  # skeleton None: no state
-    look_of: list[int]  # by owned shard, in the order of the plan
+    kinds: list[tuple[Any, list[Form]]]  # skeleton None: no state
+    kind_of: list[int]  # by owned shard, in the order of the plan
 
     @classmethod
     def of(cls, local: InnerOptimizers) -> tuple[Manifest, list[torch.Tensor]]:
         """This rank's, and its tensors as 1-D runs."""
-        looks: list[tuple[Any, list[Form]]] = []
-        look_of, numbers, flats = [], dict[str, int](), []
+        kinds: list[tuple[Any, list[Form]]] = []
+        kind_of, numbers, flats = [], dict[str, int](), []
         for owned in local.shards:
             tensors: list[torch.Tensor] = []
             state, skeleton = local.state_to_save(owned), None
@@ -103,18 +103,18 @@ class Manifest(NamedTuple):
                 skeleton = encode_state(state, tensors, name, owned.is_cut)
             tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
             tensors = [t if is_dense(t) else t.contiguous() for t in tensors]
-            look = (skeleton, [Form.of(tensor) for tensor in tensors])
-            number = numbers.setdefault(json.dumps(look), len(looks))
-            looks += [look] if number == len(looks) else []
-            look_of.append(number)
+            kind = (skeleton, [Form.of(tensor) for tensor in tensors])
+            number = numbers.setdefault(json.dumps(kind), len(kinds))
+            kinds += [kind] if number == len(kinds) else []
+            kind_of.append(number)
             flats += [flat_range(tensor, 0, tensor.numel()) for tensor in tensors]
-        return cls(looks, look_of), flats
+        return cls(kinds, kind_of), flats
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        looks, look_of = json.loads(data)
+        kinds, kind_of = json.loads(data)
         return cls(
-            [(kept, [Form.from_json(*form) for form in forms]) for kept, forms in looks], look_of
+            [(kept, [Form.from_json(*form) for form in forms]) for kept, forms in kinds], kind_of
         )
 
 
@@ -162,8 +162,8 @@ def _make_room(
 ) -> list[torch.Tensor]:
     """Extend ``states`` by what a rank holds; the 1-D runs in it that this rank's tensors fill."""
     targets: list[torch.Tensor] = []
-    for shard, number in zip(plan.shards(rank), manifest.look_of, strict=True):
-        skeleton, forms = manifest.looks[number]
+    for shard, number in zip(plan.shards(rank), manifest.kind_of, strict=True):
+        skeleton, forms = manifest.kinds[number]
         if skeleton is None:
             continue
         tensors = [form.empty() for form in forms]
@@ -449,7 +449,7 @@ def cut_full_state(
 def _rehearse(local: InnerOptimizers, inner: Inner, loadable: Loadable) -> None:
     """Have the class load the state of all parameters, each of them without elements.
 
-    Why: a rank loads its own pieces only. What the class refuses in one of them, all ranks must
+    Why: a rank loads its own shards only. What the class refuses in one of them, all ranks must
     refuse. Classes that are not torch's may want tensors as they are, and are not asked.
     """
     cls = type(inner.optimizer)
@@ -519,9 +519,9 @@ def with_ranks_told(rank_group: RankGroup, loadable: Loadable) -> Loadable:
         masters = sum(shard.is_master for shard in shards)
         has_shards |= masters < len(shards)
         lacks |= owned.has_master and not masters
-    told = torch.tensor([int(lacks), int(has_shards)], device=rank_group.control_device)
-    rank_group.maximum(told).wait()
-    lacks, has_shards = map(bool, told.tolist())
+    found = torch.tensor([int(lacks), int(has_shards)], device=rank_group.control_device)
+    rank_group.maximum(found).wait()
+    lacks, has_shards = map(bool, found.tolist())
     return replace(loadable, lacks_masters=lacks, has_shards=has_shards)
 
 
@@ -536,7 +536,7 @@ def load_masters(local: InnerOptimizers, loadable: Loadable) -> None:
 
 
 def _part_of(owned: OwnedShard, value: Any) -> Any:
-    """This piece's part of a state value: a copy, because the caller keeps the original."""
+    """The shard's part of a state value: a copy, because the caller keeps the original."""
     if not isinstance(value, torch.Tensor) or owned.is_whole or value.dim() == 0:
         return copied(value)
     laid_out = in_layout_of(owned.param, value.detach())
