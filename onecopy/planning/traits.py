@@ -375,8 +375,6 @@ def is_torch_class(name: str) -> bool:
 # ---------------------------------------------------------------------------- state
 
 _TOY_SHAPE = (2, 3)
-_MOST_SIZE = 4  # of a dimension of the toy of `changes_form`
-_MANY_STEPS = 64
 _LARGE = 128  # classes that factorise do so from about this size on
 _PRIMES = (131, 137, 139, 149, 151, 157)
 
@@ -457,27 +455,15 @@ class StateTemplate:
         }
         return dict(_present(found))
 
-    def changes_form(self, param: torch.Tensor) -> bool:
-        """Whether the state of a parameter like this one comes to have other keys, lengths or
-        shapes than after its first step. Found out on a small one."""
-        toy = torch.zeros(
-            [min(size, _MOST_SIZE) for size in param.shape], dtype=param.dtype, device=param.device
-        )
-        try:
-            return bool(_form(self._step_on(toy.clone())) != _form(self._step_on(toy, _MANY_STEPS)))
-        except Exception:  # the class does not step on such a toy; nothing is known against it
-            return False
-
-    def _step_on(self, values: torch.Tensor, steps: int = 1) -> dict[str, Any]:
+    def _step_on(self, values: torch.Tensor) -> dict[str, Any]:
         stand_in = torch.nn.Parameter(values.detach())
         optimizer = self.construct(stand_in)
         if hasattr(optimizer, "train"):  # schedule-free classes step in that mode only
             optimizer.train()
-        for _ in range(steps):
-            stand_in.grad = torch.zeros_like(stand_in)
-            if isinstance(optimizer, torch.optim.SparseAdam):
-                stand_in.grad = torch.ones_like(stand_in).to_sparse()
-            self._try_step(optimizer)
+        stand_in.grad = torch.zeros_like(stand_in)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            stand_in.grad = torch.ones_like(stand_in).to_sparse()
+        self._try_step(optimizer)
         return dict(optimizer.state.get(stand_in, {}))
 
     def _try_step(self, optimizer: Optimizer) -> None:
@@ -536,17 +522,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in tensors_in(item)]
     return []
-
-
-def _form(value: Any) -> Any:
-    """The containers, keys and shapes of a state, without its values."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, dict):
-        return {key: _form(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_form(item) for item in value]
-    return None
 
 
 def _real_numel(tensor: torch.Tensor, originals: Mapping[int, int]) -> int:
