@@ -33,7 +33,7 @@ from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup, bytes_from_tensor, tensor_from_bytes
 from onecopy.comm.transfer import Form, decode, receive_tensors, send_tensors
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense
-from onecopy.planning.param_groups import MASTER, ParamRegistry, check_names, update_dtype
+from onecopy.planning.param_groups import MASTER, check_names, update_dtype
 from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
 from onecopy.planning.traits import class_name, is_torch_class, options_of
@@ -44,38 +44,6 @@ from onecopy.sharding.sharded_params import ShardedParams
 logger = logging.getLogger("onecopy")
 
 Groups = Sequence[Mapping[str, Any]]
-
-
-def state_outside_the_plan(
-    local: InnerOptimizers, registry: ParamRegistry, plan: Plan, groups: Sequence[Mapping[str, Any]]
-) -> dict[Any, Any]:
-    """What a plain optimizer's dict holds besides the state of parameters that were trained.
-
-    That is state which a class makes in its constructor, for frozen parameters too, and state
-    that belongs to no parameter.
-    """
-    found: dict[Any, Any] = {}
-    frozen = [registry.entries[index] for index in registry.unplanned(plan)]
-    for number, (group, policy) in enumerate(zip(groups, registry.policies, strict=True)):
-        params = [entry.param for entry in frozen if entry.group == number]
-        made = local.constructor_state(policy.optimizer_class, group, params)
-        found.update({param: copy.deepcopy(state) for param, state in made.items()})
-    for inner in local.inners:
-        for key, value in inner.optimizer.state.items():
-            if not isinstance(key, torch.Tensor):
-                found[key] = copy.deepcopy(value)
-    return found
-
-
-def has_no_state(
-    local: InnerOptimizers, registry: ParamRegistry, groups: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Whether an optimizer that has not stepped has no state, on any rank: its classes make none
-    in their constructors."""
-    return not len(local.state) and not any(
-        local.constructor_state(policy.optimizer_class, group, group["params"][:1])
-        for group, policy in zip(groups, registry.policies, strict=True)
-    )
 
 
 # -------------------------------------------------------------------------- gathering
@@ -193,6 +161,24 @@ def _make_room(
     return targets
 
 
+def _state_outside_the_plan(sharded_params: ShardedParams, groups: Groups) -> dict[Any, Any]:
+    """What a plain optimizer's dict holds besides the state of parameters that were trained.
+
+    That is state which a class makes in its constructor, for frozen parameters too, and state
+    that belongs to no parameter.
+    """
+    inner, registry = sharded_params.inner, sharded_params.registry
+    found: dict[Any, Any] = {}
+    frozen = [registry.entries[index] for index in registry.unplanned(sharded_params.plan)]
+    for number, (group, policy) in enumerate(zip(groups, registry.policies, strict=True)):
+        params = [entry.param for entry in frozen if entry.group == number]
+        found.update(inner.constructor_state(policy.optimizer_class, group, params))
+    for each in inner.inners:
+        of_class = each.optimizer.state.items()
+        found.update({key: held for key, held in of_class if not isinstance(key, torch.Tensor)})
+    return {key: copy.deepcopy(held) for key, held in found.items()}
+
+
 class FullState:
     def __init__(self, why_not: str | None = None) -> None:
         self._state: dict[Any, Any] | None = None  # by parameter
@@ -233,9 +219,7 @@ class FullState:
         if gathered is not None:
             self._state = {
                 **{params[index]: state for index, state in gathered.items()},
-                **state_outside_the_plan(
-                    sharded_params.inner, sharded_params.registry, sharded_params.plan, groups
-                ),
+                **_state_outside_the_plan(sharded_params, groups),
             }
         elif self._state is None:
             self._why_not = f"the state was consolidated to rank {to}"
@@ -248,13 +232,15 @@ class FullState:
     def as_plain_dict(
         self, rank: int, sharded_params: ShardedParams, groups: Groups
     ) -> dict[str, Any]:
-        state = self._state
-        if (
-            state is None
-            and self._is_new
-            and has_no_state(sharded_params.inner, sharded_params.registry, groups)
-        ):
-            state = {}  # on every rank: trainers ask for it before the first step
+        state, inner = self._state, sharded_params.inner
+        if state is None and self._is_new and not len(inner.state):
+            policies = zip(groups, sharded_params.registry.policies, strict=True)
+            # Before the first step no rank has any, unless a constructor makes it. Trainers ask.
+            if not any(
+                inner.constructor_state(policy.optimizer_class, group, group["params"][:1])
+                for group, policy in policies
+            ):
+                state = {}
         if state is None:
             raise RuntimeError(
                 f"rank {rank} has no state dict: {self._why_not}. Call "
