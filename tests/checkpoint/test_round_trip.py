@@ -37,6 +37,7 @@ from checkpoints import (
     tied,
     train,
     used_before,
+    write_plain,
 )
 from harness import World, distributed
 from models import Mlp
@@ -522,6 +523,17 @@ def test_state_that_has_changed_its_form_is_refused_and_a_full_state_dict_carrie
     assert_like(loader, plain)
     train([plain, loader], range(3, 5))
     assert_like(loader, plain)
+
+
+@distributed(1, 2)
+def test_a_form_to_which_the_plain_class_has_come_is_refused(world: World, tmp_path: Path) -> None:
+    plain, twin, loader = CASE.plain(), CASE.plain(), CASE.ours(Crews(world)[world.size])
+    train([plain], range(3))
+    write_plain(world, plain, tmp_path / "there", flat=False)
+    with pytest.raises(ValueError, match=r"(?s)does not fit.*unexpected: .*weight\.history\.1"):
+        loader.opt.load(tmp_path / "there", loader.model)
+    train([twin, loader], range(2))
+    assert_like(loader, twin)
 
 
 @distributed(2)
