@@ -530,7 +530,7 @@ def test_a_form_to_which_the_plain_class_has_come_is_refused(world: World, tmp_p
     plain, twin, loader = CASE.plain(), CASE.plain(), CASE.ours(Crews(world)[world.size])
     train([plain], range(3))
     write_plain(world, plain, tmp_path / "there", flat=False)
-    with pytest.raises(ValueError, match=r"(?s)does not fit.*unexpected: .*weight\.history\.1"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit.*unexpected: .*weight\.late"):
         loader.opt.load(tmp_path / "there", loader.model)
     train([twin, loader], range(2))
     assert_like(loader, twin)
