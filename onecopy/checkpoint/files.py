@@ -147,8 +147,8 @@ class DataFileWriter:
             b"archive/version": b"3\n",
             b"archive/data/0": (ctypes.c_ubyte * tensor.nbytes).from_address(address),
         }
-        for piece in _archived(files, offset):
-            self.write(piece)
+        for part in _archived(files, offset):
+            self.write(part)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -192,7 +192,7 @@ _NIL = ctypes.c_ubyte()
 
 
 def _archived(files: Mapping[bytes, Any], offset: int) -> Iterator[Any]:
-    """A zip archive of these files, piece by piece. It begins at ``offset`` in the data file, where
+    """A zip archive of these files, part by part. It begins at ``offset`` in the data file, where
     the content of its last file begins at a multiple of 64 bytes."""
     listings, at = b"", 0
     for number, (name, content) in enumerate(files.items(), start=1):
@@ -434,22 +434,22 @@ class DataFileReader:
         if math.prod(entry.shape) * entry.dtype.itemsize > there:
             raise DamagedCheckpoint(f"{key} is not complete: it has shape {shown(entry.shape)}")
 
-    def fill(self, box: Chunk, target: torch.Tensor, entry: TensorEntry, key: str) -> None:
+    def fill(self, part: Chunk, target: torch.Tensor, entry: TensorEntry, key: str) -> None:
         """Copy a chunk of a saved tensor into ``target``. Reads no more than that, save for the
         checksum of an entry whose first element is in the chunk: so each is verified once."""
         filled: list[Chunk] = []
         for chunk in entry.chunks:
-            common = box.overlap(chunk.offsets, chunk.sizes)
+            common = part.overlap(chunk.offsets, chunk.sizes)
             if common is None:
                 continue
             if any(common.overlap(other.offsets, other.sizes) for other in filled):
                 raise DamagedCheckpoint(f"{key} has parts that overlap, at {common.offsets}")
-            self._copy(chunk, common, _part(target, box.offsets, common), key)
+            self._copy(chunk, common, _part(target, part.offsets, common), key)
             filled.append(common)
         found = sum(common.numel for common in filled)
-        if found != box.numel:
+        if found != part.numel:
             raise DamagedCheckpoint(
-                f"{key} is not complete: {found} of {box.numel} elements at {box.offsets} are in "
+                f"{key} is not complete: {found} of {part.numel} elements at {part.offsets} are in "
                 "the checkpoint"
             )
 
@@ -525,9 +525,9 @@ def _tensor_in(data: memoryview, key: str) -> tuple[torch.Tensor, memoryview, in
         raise DamagedCheckpoint(f"{key} is damaged: {str(error)[:_LONGEST]}") from None
 
 
-def _part(tensor: torch.Tensor, offsets: Sequence[int], box: Chunk) -> torch.Tensor:
+def _part(tensor: torch.Tensor, offsets: Sequence[int], part: Chunk) -> torch.Tensor:
     """A chunk of what ``tensor`` is a part of, which begins at ``offsets``."""
-    for dim, (first, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+    for dim, (first, length) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         tensor = tensor.narrow(dim, first - offsets[dim], length)
     return tensor
 

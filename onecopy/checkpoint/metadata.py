@@ -29,7 +29,7 @@ from onecopy.planning.text import in_bytes, shown
 from onecopy.torch_private import GET_LAYOUT, MEMORY_FORMAT, STORAGE_INFO, storage_info
 
 METADATA = ".metadata"
-_LARGEST_METADATA = 2**32  # bytes; far more than an entry for each piece of a large job takes
+_LARGEST_METADATA = 2**32  # bytes; far more than an entry for each shard of a large job takes
 _LONGEST_NAME = 2**14  # characters
 _DEEPEST_PATH = 64  # steps; also the most that an extension of DCP may have done to an entry
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a tensor that was saved as one entry."""
+    """A rectangle of a tensor that was saved as one entry."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -3,7 +3,7 @@
 ::
 
     all ranks     agree that they save the same
-    each rank     writes its boxes to a new file                  (nobody waits in a collective)
+    each rank     writes its chunks to a new file                 (nobody waits in a collective)
     rank 0        writes .metadata, which names those files, in one instant
     all ranks     remove the files of the checkpoint before
 

@@ -253,8 +253,6 @@ NOT_YET: set[str] = {
     "boxes",
     "exchange",
     "fragment",
-    "home",
-    "homes",
     "lobby",
     "look",
     "looks",
