@@ -1,4 +1,4 @@
 """Attached mode: gradients are reduced to their owners while backward runs.
 
-Read in this order: reducer, hooks, norms, join, attachment.
+Read in this order: reducer, join, hooks, norms, attachment.
 """
