@@ -460,7 +460,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             (group,) = as_groups([param_group])
             check_tensors([*self.param_groups, group])
             self._inner.options_in(self.param_groups)
-            self._add_to_base(group)
+            # Without defaults: a group may be of another class, and the inner optimizer adds them.
+            defaults, self.defaults = self.defaults, {}
+            try:
+                Optimizer.add_param_group(self, group)
+            finally:
+                self.defaults = defaults
             policy = self._policies.of(group, self.defaults)
             self._params.admit([group], [policy])
             self._inner.add_group(before, group, policy.optimizer_class)
@@ -484,15 +489,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._params.rebuild()
         if self._attachment is not None:
             self._attachment.catch_up()
-
-    def _add_to_base(self, group: dict[str, Any]) -> None:
-        """The base class's checks, without its defaults: a group may be of another class, and the
-        inner optimizer completes it."""
-        defaults, self.defaults = self.defaults, {}
-        try:
-            Optimizer.add_param_group(self, group)
-        finally:
-            self.defaults = defaults
 
     def _follow_changes(self, join_round: JoinRound | None = None) -> None:
         """Take over what happened to the parameters since the last step: they were unfrozen, given
