@@ -1,4 +1,4 @@
-"""Bucket collectives by the process group's own, on every backend; and which ``Comm`` to use.
+"""Bucket collectives by the process group's own, on every backend.
 
 Equal slots travel in one all-gather and one reduce-scatter. A remainder is padded to equal slots in
 an all-gather; a bucket of whole tensors is broadcast, owner by owner. What a backend cannot sum, or
@@ -29,15 +29,6 @@ from onecopy.comm.interface import (
 )
 from onecopy.planning.sizes import Links, is_one_sum
 from onecopy.planning.traits import Kind
-
-
-def make_comm(group: RankGroup, device: torch.device) -> Comm:
-    """The collectives for tensors on a device. Collective: local ranks find one another."""
-    if group.world_size == 1 or device.type != "cpu" or group.is_native(device):
-        return C10dComm(group, group.is_native(device))
-    from onecopy.comm.gloo.comm import GlooComm
-
-    return GlooComm(group)
 
 
 class C10dComm(Comm):

@@ -304,3 +304,15 @@ class Comm(ABC):
     @abstractmethod
     def release_unused(self) -> None:
         """Memory of the engine has changed: let go of what belonged to the old one."""
+
+
+def make_comm(group: RankGroup, device: torch.device) -> Comm:
+    """The collectives for tensors on a device. Collective: local ranks find one another."""
+    is_native = group.is_native(device)
+    if group.world_size == 1 or device.type != "cpu" or is_native:
+        from onecopy.comm.c10d import C10dComm
+
+        return C10dComm(group, is_native)
+    from onecopy.comm.gloo.comm import GlooComm
+
+    return GlooComm(group)

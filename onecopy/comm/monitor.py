@@ -11,13 +11,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import RanksDisagree, StoreChannel
-from onecopy.comm.process_group import DEFAULT_PATIENCE, private_group, timeout
 from onecopy.comm.waiting import (
     NoAnswer,
     ask_store,
@@ -27,7 +27,7 @@ from onecopy.comm.waiting import (
     wait_interruptibly,
 )
 from onecopy.planning.text import name_ranks
-from onecopy.torch_private import is_process_group_alive, store_of
+from onecopy.torch_private import is_process_group_alive, process_group_timeout, store_of
 
 
 class _Place(NamedTuple):
@@ -411,6 +411,12 @@ def _grows(store: Any) -> bool:
     return type(store).__name__ == "FileStore"
 
 
+def timeout(group: Any) -> timedelta | None:
+    """The group's own timeout; None, torch's default, where the backend does not tell."""
+    device = dist.get_backend_config(group).partition(":")[0]
+    return process_group_timeout(group, torch.device(device))
+
+
 _attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
 _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
 
@@ -418,11 +424,8 @@ _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  
 class GroupMonitor:
     """The members of the user's process group, and the group of our own in which they meet."""
 
-    def __init__(
-        self, user_group: Any, greatest: Callable[[int], int], waits_on_cpu: bool = True
-    ) -> None:
-        """Collective: ``greatest`` tells the greatest number of all ranks. ``waits_on_cpu``: to
-        wait blocks the thread. It is complete when all have come: see ``meet``."""
+    def __init__(self, user_group: Any, waits_on_cpu: bool = True) -> None:
+        """``waits_on_cpu``: to wait blocks the thread."""
         self.user_group = user_group
         self.rank = dist.get_rank(user_group)
         self.world_size = dist.get_world_size(user_group)
@@ -434,9 +437,7 @@ class GroupMonitor:
         # Of memory that local ranks share, if they do: which of them have ended, and to let it go.
         self.ended_local_ranks: Callable[[], list[int]] = list
         self.abandon_shared_memory: Callable[[], object] = list
-        self.group = user_group  # as long as there is no other
-        with self.naming_absentees():
-            self.group = private_group(user_group, greatest)
+        self.group = user_group  # as long as there is no private group
 
     def meet(self) -> None:
         """All ranks have come."""
@@ -511,7 +512,7 @@ class GroupMonitor:
 
     def patience(self) -> float:
         """Seconds that a collective waits; the user may change them at any time."""
-        return (timeout(self.user_group) or DEFAULT_PATIENCE).total_seconds()
+        return (timeout(self.user_group) or timedelta(minutes=30)).total_seconds()
 
     def wait_for(self, works: Sequence[Any]) -> None:
         with self.naming_absentees():

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.comm.agreement import RanksDisagree, same_outcome
-from onecopy.comm.c10d import make_comm
 from onecopy.comm.group import GATHER_TAGS, Handle, RankGroup, do_nothing
 from onecopy.comm.interface import (
     BucketLayout,
@@ -29,6 +28,7 @@ from onecopy.comm.interface import (
     Comm,
     GradientSlot,
     ReduceBuffers,
+    make_comm,
 )
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import torch
 
-from onecopy.comm.c10d import make_comm
 from onecopy.comm.group import RankGroup, do_nothing
 from onecopy.comm.interface import (
     BucketLayout,
@@ -28,6 +27,7 @@ from onecopy.comm.interface import (
     Collective,
     Comm,
     GatherBuffers,
+    make_comm,
 )
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import is_dense

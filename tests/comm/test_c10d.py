@@ -28,8 +28,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer, estimate
-from onecopy.comm.c10d import C10dComm, make_comm
+from onecopy.comm.c10d import C10dComm
 from onecopy.comm.group import RankGroup
+from onecopy.comm.interface import make_comm
 
 COLLECTIVES = (
     ALL_GATHER_SINGLE,

@@ -24,6 +24,8 @@ FOLDERS = (
     "tools",
 )
 EVERYWHERE = {"torch_private", "version"}
+# Of `Comm`.
+IMPLEMENTATIONS = {"comm.c10d", "comm.gloo.comm"}
 # These import `tools`, and nothing imports them.
 ENTRANCES = {"__init__", "__main__"}
 COLLECTIVES = {
@@ -138,6 +140,7 @@ def test_module_imports_only_folders_to_the_left(file: Path) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     edges = {name_of(f): {n for n, _ in imported_modules(f)} for f in FILES}
+    edges["comm.interface"] -= IMPLEMENTATIONS  # of `make_comm`: when it is called
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -185,16 +188,24 @@ def test_only_three_files_call_collectives(file: Path) -> None:
             assert name.rpartition(".")[2] not in COLLECTIVES, f"{file}:{line}: {name}"
 
 
-def test_gloo_is_chosen_in_one_place() -> None:
-    """`make_comm` alone knows that there is more than one implementation."""
+def test_implementations_are_chosen_in_one_place() -> None:
+    """`make_comm` alone knows that there is more than one."""
     importing = {
-        (name_of(file), name)
+        (name_of(file), name, line)
         for file in FILES
         if not name_of(file).startswith("comm.gloo")
-        for name, _ in imported_modules(file)
-        if name.startswith("comm.gloo")
+        for name, line in imported_modules(file)
+        if name == "comm.c10d" or name.startswith("comm.gloo")
     }
-    assert importing == {("comm.c10d", "comm.gloo.comm")}
+    assert {(file, name) for file, name, _ in importing} == {
+        ("comm.interface", name) for name in IMPLEMENTATIONS
+    }
+    tree = tree_of(PACKAGE / "comm" / "interface.py")
+    (function,) = (
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "make_comm"
+    )
+    within = {getattr(node, "lineno", 0) for node in ast.walk(function)}
+    assert {line for _, _, line in importing} <= within
 
 
 @each_file

@@ -39,7 +39,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.process_group import timeout
+from onecopy.comm.monitor import timeout
 from onecopy.torch_private import CHECKED, make_process_group
 
 SIZES = (2, 3, 4)

@@ -22,7 +22,7 @@ import torch
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
 from onecopy.checkpoint import load, metadata, save
 from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
-from onecopy.comm import agreement, c10d, group, interface, monitor, process_group, transfer
+from onecopy.comm import agreement, c10d, group, interface, monitor, transfer
 from onecopy.comm.gloo import comm as gloo
 from onecopy.comm.gloo import local_ranks
 from onecopy.comm.gloo.shared_memory import SharedMemory
@@ -304,7 +304,7 @@ def watch_joined(optimizer: ZeroRedundancyOptimizer, watch: Callable[[Callable],
 
 def private_groups() -> Mapping[Any, Any]:
     """The process groups that the package made and has not destroyed."""
-    return process_group._private_groups
+    return group._private_groups
 
 
 def forget_lent_memory() -> None:
