@@ -36,8 +36,7 @@ from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment, Shard
 from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_staging, sum_dtype
 from onecopy.planning.text import name_ranks, plural
-from onecopy.sharding.buffers import StagingPool
-from onecopy.sharding.engine import BucketQueue, GradPhase, QueuedBucket
+from onecopy.sharding.engine import BucketQueue, GradPhase, QueuedBucket, StagingPool
 from onecopy.torch_private import flatten_dense_tensors
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper

@@ -19,8 +19,7 @@ import torch
 from onecopy.comm.group import RankGroup
 from onecopy.planning.param_groups import GroupPolicy, ParamRegistry
 from onecopy.planning.plan import Plan
-from onecopy.sharding.buffers import FlatStorage
-from onecopy.sharding.engine import AllGathers, SendBuffers
+from onecopy.sharding.engine import AllGathers, FlatStorage, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
 from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
 from onecopy.sharding.parameter_names import require_same_order

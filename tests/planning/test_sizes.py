@@ -26,8 +26,7 @@ from onecopy.planning.sizes import (
     slot_elements,
 )
 from onecopy.planning.traits import Kind
-from onecopy.sharding.buffers import FlatStorage
-from onecopy.sharding.engine import AllGathers
+from onecopy.sharding.engine import AllGathers, FlatStorage
 
 
 @given(histories())

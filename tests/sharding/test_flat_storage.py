@@ -11,7 +11,7 @@ from onecopy.comm.interface import Buffer
 from onecopy.planning.layout import first_overlap, flat_range, is_dense, one_of_each
 from onecopy.planning.plan import ParamSpec, Plan, make_plan
 from onecopy.planning.traits import Kind
-from onecopy.sharding.buffers import FlatStorage, StagingPool
+from onecopy.sharding.engine import FlatStorage, StagingPool
 
 # ------------------------------------------------------------------ remembered of thousands
 

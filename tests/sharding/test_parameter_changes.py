@@ -34,7 +34,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.planning.param_groups import Entry
-from onecopy.sharding.buffers import StagingPool
+from onecopy.sharding.engine import StagingPool
 from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
 from onecopy.sharding.parameter_names import find_names
 
