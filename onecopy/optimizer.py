@@ -101,6 +101,7 @@ from onecopy.sharding.sharded_params import ShardedParams
 from onecopy.torch_private import (
     ASKED_BY_GRAD_SCALER,
     is_table_of_hooks,
+    join_config,
     load_state_dict_hooks,
     state_dict_hooks,
 )
@@ -209,7 +210,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
         self._overlaps_with_ddp = False
-        self._join = JoinParticipant(self, self._rank_group)
+        self._join = JoinParticipant(weakref.ref(self), self._rank_group)
 
         def prepare() -> list[str]:
             if refusal is not None:
@@ -298,12 +299,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._check_steps:
             with self._rank_group.monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
-        return self._step(has_run, kwargs, self._join.announce(Turn.STEP))
+        return self._step(has_run, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
         """Called by a DDP communication hook when all gradients have arrived."""
         self._require_usable()
-        self._step(None, {}, self._join.announce(Turn.STEP))
+        self._step(None, {}, self._announce(Turn.STEP))
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None) -> Any:
         """Prepare, and then for each bucket: reduce, update, gather."""
@@ -328,7 +329,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if self._attachment is not None:
                 self._attachment.used_up(self._steps)
         with self._rank_group.monitor.noting_errors():
-            if self._join.is_active:
+            if join_config(self).enable:
                 self.wait()  # DDP may broadcast its parameters when the context ends
         self._rank_group.monitor.note(f"step {self._steps} finished")
         if self._tracing is not None:
@@ -372,7 +373,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.world_size == 1
             or self._attachment is not None
             or self._overlaps_with_ddp
-            or self._join.is_active  # joined ranks have no gradients
+            or join_config(self).enable  # joined ranks have no gradients
         ):
             self._gradient_check.compare(
                 self._rank_group, self._params, self._steps, strict=self._check_steps
@@ -392,7 +393,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _mode(self) -> str:
         if self._attachment is None:
             return ""
-        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
+        backwards = self._attachment.reducer.backwards
+        return f", attached, after {backwards} backward{'s' * (backwards != 1)}"
 
     def _compare_replicas(
         self, fingerprints: torch.Tensor, since: str, changes: Sequence[str]
@@ -745,7 +747,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         assert attachment is not None
         self._require_usable()
         attachment.finish_raised()
-        join_round = self._join.announce(Turn.INSPECT)
+        join_round = self._announce(Turn.INSPECT)
         attachment.judge()  # a backward that has raised ends here, on all ranks
         call = f"{name}{shown(args, longest=200)}"
         self._rank_group.monitor.note(f"{call} after {self._steps} steps{self._mode}")
@@ -761,7 +763,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _skip_step(self) -> None:
         """The scaler does not take a step that joined ranks wait for."""
-        self._join.announce(Turn.SKIP)
+        self._announce(Turn.SKIP)
         self._drop_gradients()
 
     def _require_usable_scaler(self) -> None:
@@ -798,6 +800,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group in which ``Join`` communicates."""
         return self.process_group
+
+    def _announce(self, turn: Turn) -> JoinRound | None:
+        """Inside ``Join``: tell the ranks that have joined what comes. None if there are none."""
+        return self._join.announce(turn) if join_config(self).enable else None
 
     def _run_joined(self) -> None:
         """On a joined rank: take part in what the other ranks do."""
@@ -1235,7 +1241,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         new._params = self._params.copied(new._inner, registry)
         new._full_state = FullState("this optimizer is a copy that was not consolidated")
         new._tracing = None
-        new._join = JoinParticipant(new, new._rank_group)
+        new._join = JoinParticipant(weakref.ref(new), new._rank_group)
         Optimizer.__setstate__(new, {})
         return new
 

@@ -117,7 +117,7 @@ class Attachment:
         """A backward of the bare module begins."""
         if self._rank_group.world_size == 1:
             self._sharded_params.follow_memory()  # one rank alone may have converted the module
-        join_round = self._join.announce(Turn.BACKWARD)
+        join_round = self._join.announce(Turn.BACKWARD) if self._join.is_active else None
         self.reducer.judge()  # on joined ranks, too: it may be a second round
         self._begin_averaging(join_round)
 
@@ -159,8 +159,8 @@ class Attachment:
         """The user drops the gradients. Joined ranks drop them, too."""
         if self._monitor.refusal is None:
             self.finish_raised()
-        if self.reducer.holds_anything and self._monitor.refusal is None:
-            self._join.announce(Turn.SKIP)
+            if self.reducer.holds_anything and self._join.is_active:
+                self._join.announce(Turn.SKIP)
         self.drop()
 
     def drop(self) -> None:

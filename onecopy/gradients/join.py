@@ -58,41 +58,39 @@ class JoinRound:
     joined: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class JoinParticipant:
-    """What an optimizer does inside ``Join``. It holds the optimizer weakly."""
+    """What an optimizer does inside ``Join``."""
 
-    def __init__(self, optimizer: Joinable, rank_group: RankGroup) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._rank_group = rank_group
+    optimizer: weakref.ref[Joinable]
+    rank_group: RankGroup
 
     @property
     def is_active(self) -> bool:
         """Whether this is a ``Join`` context, in which ranks may have joined."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         return optimizer is not None and bool(join_config(optimizer).enable)
 
     def announce(self, turn: Turn) -> JoinRound | None:
-        """Tell the joined ranks what comes. None if there are none, or outside of ``Join``.
-        Collective inside."""
-        optimizer = self._optimizer()
-        if optimizer is None or not self.is_active:
-            return None
-        monitor = self._rank_group.monitor
+        """If ``is_active``: tell the joined ranks what comes. None without any. Collective."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        monitor = self.rank_group.monitor
         monitor.add_to_note(f"inside Join, before {turn.name}")
         with monitor.naming_absentees():  # also those outside of the context
             work = Join.notify_join_context(optimizer)
         if work is not None:
             monitor.wait_for([work])
-        return find_round(self._rank_group, turn)
+        return find_round(self.rank_group, turn)
 
     def follow(self, take_turn: Callable[[JoinRound], None]) -> None:
         """Do on a joined rank what the others do, until they have stepped."""
         while True:
-            join_round = find_round(self._rank_group, Turn.JOINED)
+            join_round = find_round(self.rank_group, Turn.JOINED)
             assert join_round is not None
             with contextlib.suppress(GradientsDropped):  # the ranks that have inputs are told
                 take_turn(join_round)
-            optimizer = self._optimizer()
+            optimizer = self.optimizer()
             assert optimizer is not None  # it takes the turns
             # Join calls the hook of the first joinable once for every turn, that of any other one
             # once per iteration.
@@ -102,7 +100,7 @@ class JoinParticipant:
 
     def leave(self) -> None:
         """The context has ended: later steps communicate nothing for it."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is not None:
             leave_join(optimizer)
 
