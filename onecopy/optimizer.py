@@ -87,7 +87,6 @@ from onecopy.planning.plan import Plan
 from onecopy.planning.sizes import MemoryReport, nbytes_of, plan_summary, state_bytes
 from onecopy.planning.text import plural, shown
 from onecopy.planning.traits import NOT_OPTIONS, options_of
-from onecopy.sharding.fingerprints import fingerprint
 from onecopy.sharding.inner import (
     GradientsOf,
     InnerOptimizers,
@@ -96,8 +95,7 @@ from onecopy.sharding.inner import (
     Update,
     of_the_parameters,
 )
-from onecopy.sharding.parameter_names import names_in
-from onecopy.sharding.sharded_params import ShardedParams
+from onecopy.sharding.sharded_params import ShardedParams, fingerprint, names_in
 from onecopy.torch_private import (
     ASKED_BY_GRAD_SCALER,
     is_table_of_hooks,

@@ -37,8 +37,7 @@ from onecopy.planning.param_groups import MASTER, check_names, update_dtype
 from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
 from onecopy.planning.traits import class_name, is_torch_class, options_of
-from onecopy.sharding.inner import Inner, InnerOptimizers
-from onecopy.sharding.owned import OwnedShard
+from onecopy.sharding.inner import Inner, InnerOptimizers, OwnedShard
 from onecopy.sharding.sharded_params import ShardedParams
 
 logger = logging.getLogger("onecopy")

@@ -36,9 +36,8 @@ from onecopy.planning.traits import (
     options_of,
     tensors_in,
 )
-from onecopy.sharding.inner import InnerOptimizers
-from onecopy.sharding.owned import OwnedShard
-from onecopy.sharding.parameter_names import names_in
+from onecopy.sharding.inner import InnerOptimizers, OwnedShard
+from onecopy.sharding.sharded_params import names_in
 from onecopy.torch_private import WRAPPED_MODULES
 
 BY_INDEX = "by_index."

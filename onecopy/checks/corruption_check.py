@@ -31,10 +31,15 @@ from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import is_dense, part_of
 from onecopy.planning.param_groups import MASTER
 from onecopy.planning.plan import Plan
-from onecopy.sharding.fingerprints import INTEGERS, ODD, WORD_BYTES, checksum, words_of
-from onecopy.sharding.inner import InnerOptimizers
-from onecopy.sharding.owned import OwnedShard
-from onecopy.sharding.sharded_params import ShardedParams
+from onecopy.sharding.inner import InnerOptimizers, OwnedShard
+from onecopy.sharding.sharded_params import (
+    INTEGERS,
+    ODD,
+    WORD_BYTES,
+    ShardedParams,
+    checksum,
+    words_of,
+)
 
 # Compares the ranks: history of each parameter, when it was read, what changed of its state.
 Compare = Callable[[torch.Tensor, str, Sequence[str]], None]

@@ -15,8 +15,7 @@ import torch
 from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import in_layout_of, is_dense
-from onecopy.sharding.fingerprints import ODD, fingerprint
-from onecopy.sharding.sharded_params import ShardedParams
+from onecopy.sharding.sharded_params import ODD, ShardedParams, fingerprint
 
 
 class GradientCheck:

@@ -38,8 +38,7 @@ from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
 from onecopy.sharding.engine import SendBuffers
 from onecopy.sharding.inner import GradientsOf
-from onecopy.sharding.parameter_names import names_in
-from onecopy.sharding.sharded_params import ShardedParams
+from onecopy.sharding.sharded_params import ShardedParams, names_in
 
 
 class Attachment:

@@ -2,27 +2,34 @@
 
 `ShardedParams.rebuild` is the one place that prepares memory and all-gathers for the plan as it is.
 It is reached from construction, growth, loads, moved parameters and ``attach``. `StepStatus` knows
-whether a step or a load has failed in the middle.
+whether a step or a load has failed in the middle. `MemoryWatch` and `ModuleWatch` find parameters
+that somebody else has moved or replaced; `require_same_order` compares their order over the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import hashlib
 import itertools
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from onecopy.comm.agreement import difference
 from onecopy.comm.group import RankGroup
-from onecopy.planning.param_groups import GroupPolicy, ParamRegistry
+from onecopy.planning.layout import flat_range, is_dense, one_of_each
+from onecopy.planning.param_groups import Entry, GroupPolicy, ParamRegistry
 from onecopy.planning.plan import Plan
 from onecopy.sharding.engine import AllGathers, FlatStorage, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
-from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
-from onecopy.sharding.parameter_names import require_same_order
+from onecopy.torch_private import WRAPPED_MODULES, is_unfinished, own_parameters
 
 
 class StepStatus:
@@ -313,3 +320,402 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
         elif value != other:
             return False
     return True
+
+
+# -------------------------------------------------------------------------- changed by others
+# Both are looked for in every step, and models have thousands of parameters. So what is remembered
+# stands in columns, which are compared without a Python loop.
+
+
+_address: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
+_stride: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
+_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+
+
+class MemoryWatch:
+    """Remembers the memory and the form of parameters."""
+
+    def __init__(self) -> None:
+        self.remember(())
+
+    def remember(self, entries: Sequence[Entry]) -> None:
+        self._params = [entry.param for entry in entries]
+        self._addresses = list(map(_address, self._params))
+        self._shapes = one_of_each(map(_shape, self._params))
+        self._strides = one_of_each(map(_stride, self._params))
+        self._forms = list(zip(entries, one_of_each(map(_form, self._params)), strict=True))
+
+    def has_moved(self) -> bool:
+        """Whether a parameter has other memory, or views the same memory in another way."""
+        return (
+            list(map(_address, self._params)) != self._addresses
+            or list(map(_shape, self._params)) != self._shapes
+            or list(map(_stride, self._params)) != self._strides
+        )
+
+    def require_same_form(self) -> None:
+        """Raise if anything but the address of a parameter has changed, such as its dtype."""
+        for entry, form in self._forms:
+            if _form(entry.param) != form:
+                raise RuntimeError(
+                    f"{entry.name} has changed since the optimizer was built, from {form} to "
+                    f"{_form(entry.param)}, but its state is laid out for the former. Convert or "
+                    "move the model before you build the optimizer"
+                )
+
+
+def _form(param: torch.Tensor) -> str:
+    return f"{param.dtype}, shape {tuple(param.shape)}, stride {param.stride()}, {param.device}"
+
+
+class ModulePlace(NamedTuple):
+    """A place in a module where a parameter was found."""
+
+    module: weakref.ref[torch.nn.Module]
+    parameters: dict[str, torch.Tensor | None]  # those of the module itself
+    name: str
+    entry: Entry
+
+
+class ModuleWatch:
+    """Remembers which modules hold the parameters, and finds those that were replaced there.
+
+    All objects are searched for the modules once, when parameters are added; steps look only at the
+    places that were found.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        ours = {id(entry.param): entry for entry in entries}
+        self._dead: list[Any] = []  # references to modules that have died
+        modules = list(all_modules()) if ours else []
+        self.names = find_names([entry.param for entry in entries], modules)
+        self._remember(
+            ModulePlace(weakref.ref(module, self._dead.append), parameters, name, ours[id(param)])
+            for module, parameters in modules
+            for name, param in parameters.items()
+            if id(param) in ours
+        )
+        self._ddps = [
+            weakref.ref(module)
+            for module, _ in modules
+            if isinstance(module, DistributedDataParallel)
+            and any(id(param) in ours for param in _parameters_of(module))
+        ]
+
+    def _remember(self, places: Iterable[ModulePlace]) -> None:
+        self._places = list(places)
+        # The same in columns, to compare them without a Python loop in every step.
+        self._parameters = [place.parameters for place in self._places]
+        self._names = [place.name for place in self._places]
+        self._params = [place.entry.param for place in self._places]
+
+    def require_in_place(self) -> None:
+        """Raise if another parameter has taken the place of one.
+
+        A parameter that was deleted, or whose module is gone, is left alone.
+        """
+        if self._dead:
+            self._dead.clear()
+            self._remember(place for place in self._places if place.module() is not None)
+        found = map(dict.get, self._parameters, self._names)
+        if all(map(operator.is_, found, self._params)):
+            return
+        now: dict[Entry, list[torch.Tensor | None]] = {}
+        for place in self._places:
+            now.setdefault(place.entry, []).append(place.parameters.get(place.name))
+        for entry, params in now.items():
+            if all(param is not None and param is not entry.param for param in params):
+                raise RuntimeError(
+                    f"{entry.name} is no longer the one that its module uses: another Parameter "
+                    "has taken its place, and this optimizer would go on updating the old one. Was "
+                    "it load_state_dict(..., assign=True)? Build the optimizer after that"
+                )
+
+    def require_finished_backward(self) -> None:
+        """Raise if DDP waits for the end of a backward that has raised."""
+        if any(is_unfinished(ddp) for ddp in self._live_ddps()):
+            raise RuntimeError(
+                "the last backward under DDP has not come to its end, and a part of the gradients "
+                "is not averaged: it raised, or parameters were not used. Call zero_grad(), wrap "
+                "the module again, DistributedDataParallel(model), on all ranks, and compute the "
+                "gradients again"
+            )
+
+    def forgive_backward(self) -> None:
+        """The gradients were dropped: DDP modules that can never go on are no longer watched."""
+        self._ddps = [weakref.ref(ddp) for ddp in self._live_ddps() if not is_unfinished(ddp)]
+
+    def _live_ddps(self) -> list[DistributedDataParallel]:
+        return [ddp for ddp in (ref() for ref in self._ddps) if ddp is not None]
+
+
+def _parameters_of(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+    try:
+        return names_in(module)
+    except Exception:  # as in all_modules
+        return ()
+
+
+# -------------------------------------------------------------------------- names and order
+# An optimizer is given parameters, not modules. So modules are searched for among all objects of
+# the process. Names are relative to the innermost module that holds the parameters, without
+# wrappers: they are equal on ranks of which only some wrap the model.
+
+
+# A module, and the parameters of the module itself by name.
+ModuleParameters = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
+
+
+def names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """The parameters of a module with their names; a tied parameter has its first name."""
+    found: dict[torch.Tensor, str] = {}
+    for name, param in _walk(module, ""):
+        found.setdefault(param, name)
+    return found
+
+
+def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Like ``named_parameters``, without the wrappers in the names."""
+    # Why not module.named_parameters: a class may override it with other arguments.
+    for name, param in torch.nn.Module.named_parameters(module, recurse=False):
+        yield prefix + name, param
+    is_ddp = isinstance(module, DistributedDataParallel)
+    for name, child in torch.nn.Module.named_children(module):
+        is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
+        yield from _walk(child, prefix if is_wrapper else f"{prefix}{name}.")
+
+
+def all_modules() -> Iterator[ModuleParameters]:
+    """All modules of the process."""
+    for obj in gc.get_objects():
+        if issubclass(type(obj), torch.nn.Module):
+            try:
+                parameters = own_parameters(obj)
+            # Why: a module that raises, perhaps because it is not built yet or has its own
+            # __getattribute__, must not fail an optimizer that does not use it.
+            except Exception:
+                continue
+            if parameters is not None:
+                yield obj, parameters
+
+
+class ModuleNames(NamedTuple):
+    """The names that modules give to parameters."""
+
+    of: tuple[str, ...]  # by parameter; empty if no module names it, or two name it differently
+    structure: tuple[str, ...]  # the names of all parameters of these modules
+
+
+def find_names(params: Sequence[torch.Tensor], modules: Sequence[ModuleParameters]) -> ModuleNames:
+    """Names for the parameters, relative to the innermost module that holds most of them.
+
+    Why the innermost: a wrapper around the model, which may exist on one rank only, must not change
+    the names. Parameters of several models get the class of theirs as a prefix.
+    """
+    masks, holders = _coverage(params, modules)
+    found = [""] * len(params)
+    structure: list[str] = []
+    unnamed = (1 << len(params)) - 1
+    roots: list[tuple[torch.nn.Module, list[int]]] = []
+    for mask in sorted(holders, key=lambda mask: (-mask.bit_count(), mask)):
+        indices = list(_set_bits(mask & unnamed))
+        if not indices:
+            continue
+        unnamed &= ~mask
+        innermost = [
+            module
+            for module in holders[mask]
+            if not any(masks.get(id(child)) == mask for child in _children(module))
+        ]
+        try:
+            namings = [names_in(module) for module in innermost]
+        except Exception:  # a module that contains itself, or cannot be walked, names nothing
+            continue
+        ways = {tuple(naming.get(params[index], "") for index in indices) for naming in namings}
+        if len(ways) != 1:
+            continue
+        roots.append((innermost[0], indices))
+        for index, name in zip(indices, ways.pop(), strict=True):
+            found[index] = name
+        structure += sorted(namings[0].values())
+    if len(roots) > 1:
+        for module, indices in roots:
+            for index in indices:
+                found[index] = found[index] and f"{type(module).__name__}.{found[index]}"
+    counts = Counter(found)
+    return ModuleNames(tuple(name if counts[name] == 1 else "" for name in found), tuple(structure))
+
+
+def _coverage(
+    params: Sequence[torch.Tensor], modules: Sequence[ModuleParameters]
+) -> tuple[dict[int, int], dict[int, list[torch.nn.Module]]]:
+    """Which of the parameters each module holds, itself or in its children: a bit mask, by the id
+    of the module; and the modules by mask."""
+    bits = {id(param): 1 << index for index, param in enumerate(params)}
+    parents: dict[int, list[torch.nn.Module]] = {}
+    for module, _ in modules:
+        for child in _children(module):
+            parents.setdefault(id(child), []).append(module)
+    masks: dict[int, int] = {}
+    by_id: dict[int, torch.nn.Module] = {}
+    for holder, parameters in modules:
+        mask = 0
+        for param in parameters.values():
+            mask |= bits.get(id(param), 0)
+        above = [holder] if mask else []
+        while above:
+            module = above.pop()
+            before = masks.get(id(module), 0)
+            if before | mask != before:
+                masks[id(module)] = before | mask
+                by_id[id(module)] = module
+                above += parents.get(id(module), ())
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for key, mask in masks.items():
+        holders.setdefault(mask, []).append(by_id[key])
+    return masks, holders
+
+
+def _set_bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _children(module: torch.nn.Module) -> list[torch.nn.Module]:
+    try:
+        return [child for _, child in torch.nn.Module.named_children(module)]
+    except Exception:  # as in all_modules
+        return []
+
+
+# -------------------------------------------------------------------------- order
+
+_SAME_ORDER = (
+    "These are different parameters, in one position. Pass the parameters in the same order on all "
+    "ranks; named_parameters() instead of parameters() lets the ranks compare names."
+)
+
+
+def require_same_order(
+    rank_group: RankGroup, doing: str, registry: ParamRegistry, found: ModuleNames, first: int
+) -> None:
+    """Raise on all ranks if one of them holds the parameters from ``first`` on in another order.
+    Collective, after the ranks have agreed on shapes and on names that were given.
+
+    Names that modules give are compared. Where there are none, or the modules differ, values are
+    compared: that ranks have different values is no mistake, since DDP may still broadcast them;
+    that one rank has the values of another in another order is.
+    """
+    if rank_group.world_size == 1:
+        return
+    entries, names = registry.entries[first:], found.of[first:]
+
+    def refusal(lines: Sequence[str]) -> Exception:
+        return difference(rank_group, [f"{doing}{rank_group.whose}", *lines], _SAME_ORDER)
+
+    mine = [_digest(names), _digest(sorted(names)), _digest(found.structure)]
+    ordered, unordered, structures = _gather(rank_group, mine)
+    unnamed = [entry for entry, name in zip(entries, names, strict=True) if not name]
+    if len(set(ordered)) > 1:
+        is_same_model = len(set(structures)) == 1 and not any(
+            map(any, rank_group.all_gather_bytes(bytes([bool(unnamed)])))
+        )
+        if is_same_model or _is_permuted(ordered, unordered):
+            raise refusal(
+                [
+                    f"{entry.name} is {name or 'not in a module'}"
+                    for entry, name in zip(entries, names, strict=True)
+                ]
+            )
+        unnamed = list(entries)
+    if unnamed:
+        values = [_value(entry.param) for entry in unnamed]
+        if _is_permuted(*_gather(rank_group, [_digest(values), _digest(sorted(values))])):
+            raise refusal(
+                [
+                    f"{entry.name} has the values {value}"
+                    for entry, value in zip(unnamed, values, strict=True)
+                ]
+            )
+
+
+def _is_permuted(ordered: Sequence[bytes], unordered: Sequence[bytes]) -> bool:
+    """Whether two ranks have the same in another order."""
+    return len(set(zip(ordered, unordered, strict=True))) > len(set(unordered))
+
+
+def _value(param: torch.Tensor) -> str:
+    """The beginning of a parameter, and a fingerprint of all of it."""
+    memory = param.detach()
+    try:
+        first = memory[(0,) * memory.dim()].item()
+        return f"[{first:.4g}, ...], fingerprint {int(fingerprint(memory)) % (1 << 64):016x}"
+    except Exception:  # it has no elements, or none that can be read, on all ranks alike
+        return "[]"
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).digest()
+
+
+def _gather(rank_group: RankGroup, digests: Sequence[bytes]) -> list[list[bytes]]:
+    """Each of these digests, of all ranks."""
+    everyone = rank_group.all_gather_bytes(b"".join(digests))
+    return [[of[32 * i : 32 * (i + 1)] for of in everyone] for i in range(len(digests))]
+
+
+# -------------------------------------------------------------------------- fingerprints
+# The bits of a tensor as one 64-bit number, computed where the tensor is: sums of the memory as
+# 64-bit words, modulo 2**64. A flipped bit changes one word by a power of two, which no sum and no
+# product with an odd number can hide: that single bits are noticed is certain.
+
+
+CHUNK = 1 << 16  # words: what the weights are made for, so that they stay in the cache
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an arbitrary odd number, as a signed 64-bit one
+WORD_BYTES = 8
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Reads the memory once, as fast as it can be read. Elements that have changed places are not
+    noticed: it is for memory that nobody should have touched."""
+    words, rest = words_of(tensor)
+    total: torch.Tensor = words.sum()
+    return total + rest.sum() if rest.numel() else total
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with odd weights, which notices elements in other places, too."""
+    words, rest = words_of(tensor)
+    weights = torch.arange(
+        1, 2 * max(1, min(CHUNK, words.numel())), 2, dtype=torch.int64, device=tensor.device
+    )
+    total = (rest * weights.new_tensor([1, 3, 5, 7, 9, 11, 13, 15])[: rest.numel()]).sum()
+    for chunk in torch.split(words, CHUNK) if words.numel() else ():
+        weighted = _weighted_sum(chunk, weights[: chunk.numel()])
+        total = total * ODD + weighted
+    return total
+
+
+def _weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    if words.device.type == "cpu":
+        return torch.dot(words, weights)  # in one pass; accelerators have it for floats only
+    return (words * weights).sum()
+
+
+def words_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory in words, and the few elements at the end that fill none."""
+    memory = tensor.detach()
+    if memory.is_complex():
+        memory = torch.view_as_real(memory)
+    # Not as what they are: a copy of a bool need not have its bits.
+    memory = memory.view(INTEGERS[memory.element_size()])
+    dense = memory if is_dense(memory) else memory.contiguous()
+    integers = flat_range(dense, 0, dense.numel())
+    in_word = WORD_BYTES // dense.element_size()
+    if integers.storage_offset() % in_word:
+        integers = integers.clone()  # words begin where the tensor does, wherever in memory it lies
+    end = integers.numel() // in_word * in_word
+    return integers[:end].view(torch.int64), integers[end:]

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 import onecopy
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.checks.corruption_check import Checksums
-from onecopy.sharding.fingerprints import CHUNK, checksum, fingerprint
+from onecopy.sharding.sharded_params import CHUNK, checksum, fingerprint
 
 SMALL = {"bucket_mb": 0.0002}  # some seven buckets of the 328 elements
 

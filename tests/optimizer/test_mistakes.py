@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from onecopy import RanksDisagree, ZeroRedundancyOptimizer
-from onecopy.sharding.parameter_changes import ModuleWatch
-from onecopy.sharding.parameter_names import ModuleNames
+from onecopy.sharding.sharded_params import ModuleNames, ModuleWatch
 
 # The rest of the suite ignores the warning of gradients that were not averaged.
 pytestmark = pytest.mark.filterwarnings("error:the gradient of")

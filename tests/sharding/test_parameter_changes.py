@@ -35,8 +35,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.planning.param_groups import Entry
 from onecopy.sharding.engine import StagingPool
-from onecopy.sharding.parameter_changes import MemoryWatch, ModuleWatch
-from onecopy.sharding.parameter_names import find_names
+from onecopy.sharding.sharded_params import MemoryWatch, ModuleWatch, find_names
 
 
 def watched(module: nn.Module) -> MemoryWatch:
