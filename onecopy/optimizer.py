@@ -3,7 +3,7 @@
 The class owns one object for each concern, none of which knows the optimizer: the ranks
 (``RankGroup``), the user's class on this rank's shards (``InnerOptimizers``), plan, memory and
 all-gathers (``ShardedParams``), reduced gradients (``Attachment``), uneven inputs
-(``JoinParticipant``), the consolidated state (``FullState``) and the checks. Read ``step``,
+(``JoinParticipant``) and the checks. Read ``step``,
 ``_step`` and ``_prepare_step`` first.
 
 Invariant: every method that communicates does so in the same order on all ranks. What one rank
@@ -34,7 +34,10 @@ from onecopy.checkpoint.full_state import (
     FullState,
     Loadable,
     adopt_state,
+    agree_to_gather,
     check_state_dict,
+    full_state_dict,
+    gather,
     load_masters,
     sample_lines,
     warn_of_masters,
@@ -204,7 +207,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             overlap_with_ddp,
         )
         self._policies = PartitionPolicy(optimizer_class, settings, defaults, self.world_size)
-        self._full_state = FullState()
+        # The consolidated state, or why there is none.
+        self._full_state: FullState | str = "no state dict has been consolidated"
+        self._has_state = False  # of a step or of a load, on any rank
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
         self._overlaps_with_ddp = False
@@ -309,7 +314,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self._next_step():
             gradients = self._prepare_step(closure, kwargs, join_round)
             self._inner.options_in(self.param_groups)
-            self._full_state.forget("the optimizer has stepped since the last consolidation")
+            self._full_state = "the optimizer has stepped since the last consolidation"
+            self._has_state = True
             with torch.profiler.record_function(f"onecopy::optimizer step {self._steps}"):
                 changing = self._params.status.changes
                 update = Update(self._inner, closure, kwargs, gradients, changing)
@@ -483,9 +489,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self.defaults = self._inner.defaults
         self._policies.remember_flags(self._params.registry.policies, self.param_groups)
-        self._full_state.forget(
-            "a parameter group was added after the last consolidation", is_state_same=True
-        )
+        self._full_state = "a parameter group was added after the last consolidation"
         self._params.rebuild()
         if self._attachment is not None:
             self._attachment.catch_up()
@@ -840,7 +844,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._require_usable()
         self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
         self._bring_masters_up_to_date()
-        self._full_state.gather(self._rank_group, self._params, self.param_groups, self._steps, to)
+        mine = agree_to_gather(self._rank_group, self._params, self._steps, to)
+        if to == self.rank:
+            self._full_state = "the last consolidation has failed"  # not two of them at once
+        found = gather(self._rank_group, self._params, self.param_groups, mine, to)
+        if found is not None:
+            self._full_state = found
+        elif isinstance(self._full_state, str):
+            self._full_state = f"the state was consolidated to rank {to}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state, as the unsharded optimizer class returns it. Not collective.
@@ -854,7 +865,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         before, after = state_dict_hooks(self)
         for pre_hook in before.values():
             pre_hook(self)
-        result = self._full_state.as_plain_dict(self.rank, self._params, self.param_groups)
+        result = full_state_dict(
+            self._full_state, self._has_state, self.rank, self._params, self.param_groups
+        )
         for post_hook in after.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
@@ -904,10 +917,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Follow what the inner optimizers have loaded; ``plan`` was ours before."""
         with self._params.status.loading():
             self._corruption.state_changed()
-            self._full_state.forget(
-                "a state dict was loaded after the last consolidation",
-                is_state_same=loadable.is_empty,  # if there was none before
-            )
+            self._full_state = "a state dict was loaded after the last consolidation"
+            self._has_state |= not loadable.is_empty
             if self._params.plan is not plan:
                 self._params.rebuild()
             load_masters(self._inner, loadable)
@@ -1176,7 +1187,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if "_inner" in self.__dict__:  # the base class's constructor sets an empty one before
             self._inner.replace_state(value)
             self._corruption.state_changed()
-            self._full_state.forget("the state was replaced after the last consolidation")
+            self._full_state = "the state was replaced after the last consolidation"
+            self._has_state = True
 
     @property
     def optim(self) -> Any:
@@ -1215,7 +1227,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.wait()
         self._follow_changes()
         self._inner.masters.follow_params()
-        self._full_state.forget(f"{name}() was called after the last consolidation")
+        self._full_state = f"{name}() was called after the last consolidation"
+        self._has_state = True
         self._inner.options_in(self.param_groups)
         for optimizer in optimizers:
             getattr(optimizer, name)(*args, **kwargs)
@@ -1237,7 +1250,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         new._inner, registry = copy.deepcopy((self._inner, self._params.registry), memo)
         new._params = self._params.copied(new._inner, registry)
-        new._full_state = FullState("this optimizer is a copy that was not consolidated")
+        new._full_state = "this optimizer is a copy that was not consolidated"
         new._tracing = None
         new._join = JoinParticipant(weakref.ref(new), new._rank_group)
         Optimizer.__setstate__(new, {})

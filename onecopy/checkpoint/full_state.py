@@ -43,6 +43,7 @@ from onecopy.sharding.sharded_params import ShardedParams
 logger = logging.getLogger("onecopy")
 
 Groups = Sequence[Mapping[str, Any]]
+FullState = dict[Any, Any]  # state by parameter, or by a key of the class's own
 
 
 # -------------------------------------------------------------------------- gathering
@@ -178,75 +179,66 @@ def _state_outside_the_plan(sharded_params: ShardedParams, groups: Groups) -> di
     return {key: copy.deepcopy(held) for key, held in found.items()}
 
 
-class FullState:
-    def __init__(self, why_not: str | None = None) -> None:
-        self._state: dict[Any, Any] | None = None  # by parameter
-        # No rank has state of a step or of a load: there is nothing to gather.
-        self._is_new = why_not is None
-        self._why_not = why_not or "no state dict has been consolidated"
+def agree_to_gather(
+    rank_group: RankGroup, sharded_params: ShardedParams, steps: int, to: int
+) -> tuple[Manifest, list[torch.Tensor]]:
+    """What this rank has for the full state, once all ranks agree to gather it. Collective."""
+    rank_group.enter(f"consolidating the state to rank {to}")
+    mine: list[Any] = []
 
-    def forget(self, why: str, is_state_same: bool = False) -> None:
-        """``is_state_same``: no rank has other state than before, so that an optimizer that was
-        new still has nothing to gather."""
-        self._state, self._why_not = None, why
-        self._is_new = self._is_new and is_state_same
+    def prepare() -> list[str]:
+        if type(to) is not int or not 0 <= to < rank_group.world_size:
+            last = rank_group.world_size - 1
+            raise ValueError(f"to must be a rank of the group, 0 to {last}, got {to!r}")
+        mine.extend(Manifest.of(sharded_params.inner))
+        return [f"to rank {to}", f"after {steps} steps", f"plan {sharded_params.plan.digest}"]
 
-    def gather(
-        self,
-        rank_group: RankGroup,
-        sharded_params: ShardedParams,
-        groups: Groups,
-        steps: int,
-        to: int,
-    ) -> None:
-        """Collective."""
-        rank_group.enter(f"consolidating the state to rank {to}")
-        stock: list[Any] = []
+    same_outcome(rank_group, "consolidating the state", prepare)
+    manifest, flats = mine
+    return manifest, flats
 
-        def prepare() -> list[str]:
-            if type(to) is not int or not 0 <= to < rank_group.world_size:
-                last = rank_group.world_size - 1
-                raise ValueError(f"to must be a rank of the group, 0 to {last}, got {to!r}")
-            stock.extend(Manifest.of(sharded_params.inner))
-            return [f"to rank {to}", f"after {steps} steps", f"plan {sharded_params.plan.digest}"]
 
-        same_outcome(rank_group, "consolidating the state", prepare)
-        if to == rank_group.rank:
-            self._state = None  # not two of them at once
-        params = sharded_params.registry.params
-        gathered = consolidate(sharded_params.plan, params, rank_group, to, *stock)
-        if gathered is not None:
-            self._state = {
-                **{params[index]: state for index, state in gathered.items()},
-                **_state_outside_the_plan(sharded_params, groups),
-            }
-        elif self._state is None:
-            self._why_not = f"the state was consolidated to rank {to}"
-        rank_group.monitor.note("state consolidated")
+def gather(
+    rank_group: RankGroup,
+    sharded_params: ShardedParams,
+    groups: Groups,
+    mine: tuple[Manifest, list[torch.Tensor]],
+    to: int,
+) -> FullState | None:
+    """The full state on rank ``to``. Collective."""
+    params = sharded_params.registry.params
+    gathered = consolidate(sharded_params.plan, params, rank_group, to, *mine)
+    rank_group.monitor.note("state consolidated")
+    if gathered is None:
+        return None
+    trained = {params[index]: state for index, state in gathered.items()}
+    return {**trained, **_state_outside_the_plan(sharded_params, groups)}
 
-    @property
-    def is_here(self) -> bool:
-        return self._state is not None
 
-    def as_plain_dict(
-        self, rank: int, sharded_params: ShardedParams, groups: Groups
-    ) -> dict[str, Any]:
-        state, inner = self._state, sharded_params.inner
-        if state is None and self._is_new and not len(inner.state):
-            policies = zip(groups, sharded_params.registry.policies, strict=True)
-            # Before the first step no rank has any, unless a constructor makes it. Trainers ask.
-            if not any(
-                inner.constructor_state(policy.optimizer_class, group, group["params"][:1])
-                for group, policy in policies
-            ):
-                state = {}
-        if state is None:
-            raise RuntimeError(
-                f"rank {rank} has no state dict: {self._why_not}. Call "
-                f"consolidate_state_dict(to={rank}) on all ranks first; or, for "
-                "torch.distributed.checkpoint, save optimizer.sharded(), which gathers nothing"
-            )
-        return as_plain_dict(state, groups)
+def full_state_dict(
+    full_state: FullState | str,
+    has_state: bool,
+    rank: int,
+    sharded_params: ShardedParams,
+    groups: Groups,
+) -> dict[str, Any]:
+    """The dict for the user. ``has_state``: a step or a load has given state to some rank."""
+    inner = sharded_params.inner
+    if isinstance(full_state, str) and not has_state and not len(inner.state):
+        policies = zip(groups, sharded_params.registry.policies, strict=True)
+        # Before the first step no rank has any, unless a constructor makes it. Trainers ask.
+        if not any(
+            inner.constructor_state(policy.optimizer_class, group, group["params"][:1])
+            for group, policy in policies
+        ):
+            full_state = {}
+    if isinstance(full_state, str):
+        raise RuntimeError(
+            f"rank {rank} has no state dict: {full_state}. Call "
+            f"consolidate_state_dict(to={rank}) on all ranks first; or, for "
+            "torch.distributed.checkpoint, save optimizer.sharded(), which gathers nothing"
+        )
+    return as_plain_dict(full_state, groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ def ddps_around(optimizer: ZeroRedundancyOptimizer) -> Collection[Any]:
 
 def has_full_state(optimizer: ZeroRedundancyOptimizer) -> bool:
     """Whether this rank holds a consolidated state."""
-    return optimizer._full_state.is_here
+    return not isinstance(optimizer._full_state, str)
 
 
 def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Any:
