@@ -238,8 +238,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         same_outcome(self._rank_group, "building the optimizer", prepare)
         self._params.require_same_order("building the optimizer")
-        self._rank_group.monitor.count_optimizer()
-        self._rank_group.compares_phases = self._check_steps
+        self._rank_group.monitor.status.optimizers += 1
+        if self._check_steps:
+            self._rank_group.monitor.compares_in = self._rank_group
         self.defaults = self._inner.defaults
         self._policies.remember_flags(self._params.registry.policies, self.param_groups)
         self._params.rebuild()
@@ -269,7 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _enter(self, what: str) -> None:
         """Begin what all ranks do together."""
         self._require_usable()
-        self._rank_group.enter(what)
+        self._rank_group.monitor.enter(what)
 
     # ------------------------------------------------------------------ step
 
@@ -347,7 +348,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         where = f"in step {self._steps}{self._mode}"
         monitor, status = self._rank_group.monitor, self._params.status
         try:
-            self._rank_group.enter(where)
+            monitor.enter(where)
             with status.stepping(self._steps, len(self._params.plan.buckets)):
                 yield
         except BaseException as error:
@@ -356,7 +357,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 monitor.note(status.refusal, same_place=True, is_error=True)
                 self._corruption.step_failed()
             else:
-                monitor.take_back(f"{where} raised {type(error).__name__}: {error}")
+                monitor.status.take_back(f"{where} raised {type(error).__name__}: {error}")
                 self._steps -= 1
             raise
 
@@ -582,13 +583,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             require_attachable(module, self._params, self._rank_group, reduce_dtype, lazy_gather)
             known = names_in(module)
             names = [known.get(entry.param, "") for entry in self._params.registry.entries]
-            kind, number = type(module).__name__, self._rank_group.monitor.attachments
+            kind, number = type(module).__name__, self._rank_group.monitor.status.attachments
             how = f"reduce_dtype={reduce_dtype}, lazy_gather={bool(lazy_gather)}"
             lines = [f"attach({kind}, {how})", f"{plural(number, 'attachment')} before"]
             return [*lines, *self._description(), *describe_names(self._params.registry, names)]
 
         same_outcome(self._rank_group, "attaching", prepare)
-        self._rank_group.monitor.count_attachment()
+        self._rank_group.monitor.status.attachments += 1
         self.wait()
         if not isinstance(module, DistributedDataParallel):
             broadcast_module(self._rank_group, module)
@@ -1056,7 +1057,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         self._rank_group.monitor.require_working()
         self._send_rest_of_torn_step()
-        self._rank_group.enter(f"loading {path}")
+        self._rank_group.monitor.enter(f"loading {path}")
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
         plan = self._params.plan
@@ -1108,7 +1109,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self._rank_group.monitor.require_working()
         self._send_rest_of_torn_step()
-        self._rank_group.enter("loading a checkpoint")
+        self._rank_group.monitor.enter("loading a checkpoint")
         loadable = agree_on_shards(
             self._rank_group, state_view, shards, groups, incomplete, self._policies_with
         )

@@ -183,7 +183,7 @@ def agree_to_gather(
     rank_group: RankGroup, sharded_params: ShardedParams, steps: int, to: int
 ) -> tuple[Manifest, list[torch.Tensor]]:
     """What this rank has for the full state, once all ranks agree to gather it. Collective."""
-    rank_group.enter(f"consolidating the state to rank {to}")
+    rank_group.monitor.enter(f"consolidating the state to rank {to}")
     mine: list[Any] = []
 
     def prepare() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.group import Handle, Part, RankGroup, as_real
+from onecopy.comm.group import Part, RankGroup, as_real
 from onecopy.comm.interface import (
     BucketLayout,
     BucketParams,
@@ -27,6 +27,7 @@ from onecopy.comm.interface import (
     is_in_place,
     total_numel,
 )
+from onecopy.comm.monitor import Handle
 from onecopy.planning.sizes import Links, is_one_sum
 from onecopy.planning.traits import Kind
 

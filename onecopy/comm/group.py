@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.agreement import RanksDisagree, same_outcome
-from onecopy.comm.monitor import GroupMonitor, timeout
+from onecopy.comm.agreement import same_outcome
+from onecopy.comm.monitor import GroupMonitor, Handle, timeout
 from onecopy.comm.stats import Counters, Traffic
 from onecopy.comm.waiting import (
     ask_store,
@@ -33,29 +33,10 @@ from onecopy.comm.waiting import (
 from onecopy.planning.param_groups import forces_c10d
 from onecopy.torch_private import destroy_process_group, make_process_group, store_of
 
-
-class Handle:
-    """Communication in flight. It holds its tensors, so that their memory is not reused before."""
-
-    def __init__(self, monitor: GroupMonitor, works: Sequence[Any], tensors: Sequence[object]):
-        self._monitor = monitor
-        self._works = works
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        """Return once the tensors may be read and written (on accelerators: in stream order)."""
-        self._monitor.wait_for(self._works)
-        self._works = self._tensors = ()
-
-
 # Groups with an optimizer whose buckets are all-gathered by gloo, too: with ONECOPY_COMM=c10d.
 _gathering_by_gloo: weakref.WeakSet[Any] = weakref.WeakSet()
 # All-gathers have the tags below, reduce-scatters those from here on.
 GATHER_TAGS = 1 << 20
-
-
-def do_nothing() -> None:
-    """A callback for which nothing is registered."""
 
 
 class Part(NamedTuple):
@@ -77,19 +58,18 @@ class RankGroup:
         self.control_device = cpu if device is None or "cpu" in self._backends else device
         self.traffic = Traffic()
         self.counters = Counters(self.traffic)
-        self.compares_phases = False  # ONECOPY_CHECK=step
-        self.when_disagreeing: Callable[[], None] = do_nothing
         waits_on_cpu = device is None or device.type == "cpu"
         self.monitor = GroupMonitor(self.user_group, waits_on_cpu)
         self.rank, self.world_size = self.monitor.rank, self.monitor.world_size
+        self.whose = self.monitor.whose
+        # Of parameters in flight. Why one for each optimizer: if ranks step two of them in
+        # different orders, each waits for what it will not get, instead of taking the other's.
+        self.tag = self.monitor.number % GATHER_TAGS
         with self.monitor.naming_absentees():
             self.process_group = private_group(self.monitor, self._greatest_of_user_group)
         self.monitor.group = self.process_group
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
-        try:
-            self._is_native_everywhere = self._agree_on_c10d()
-        finally:
-            self.monitor.meet()
+        self._is_native_everywhere = self._agree_on_c10d()
         if self._is_native_everywhere and self._backends.get(self.control_device.type) == "gloo":
             _gathering_by_gloo.add(self.user_group)
 
@@ -110,22 +90,6 @@ class RankGroup:
         chosen = f"ONECOPY_COMM={asked or 'auto'}"
         same_outcome(self, "building the optimizer", lambda: [chosen])
         return forces_c10d(os.environ)
-
-    @property
-    def whose(self) -> str:
-        """Which optimizer of the process group this is; of the first, nothing is said."""
-        return self.monitor.whose
-
-    def enter(self, what: str) -> None:
-        """Something begins that all ranks do together: a note of it, and with
-        ``ONECOPY_CHECK=step`` a comparison of what the ranks are about to do."""
-        self.monitor.note(what)
-        if self.compares_phases:
-            try:
-                same_outcome(self, what, list)
-            except RanksDisagree:
-                self.when_disagreeing()  # on all ranks
-                raise
 
     def is_native(self, device: torch.device) -> bool:
         """Whether tensors on this device travel in collectives of the backend.
@@ -163,12 +127,6 @@ class RankGroup:
         return [
             dist.isend(tensor, self.global_ranks[rank], group=group, tag=tag) for rank in receivers
         ]
-
-    @property
-    def tag(self) -> int:
-        """Of parameters in flight. Why one for each optimizer: if ranks step two of them in
-        different orders, each waits for what it will not get, instead of taking the other's."""
-        return self.monitor.number % GATHER_TAGS
 
     def nothing(self) -> Handle:
         """Communication that is over."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -17,17 +16,30 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.agreement import RanksDisagree, StoreChannel
+from onecopy.comm.agreement import Channel, RanksDisagree, StoreChannel, same_outcome
 from onecopy.comm.waiting import (
     NoAnswer,
     ask_store,
     is_interruption,
     is_silent,
     never_destroy,
+    root_of,
     wait_interruptibly,
 )
 from onecopy.planning.text import name_ranks
 from onecopy.torch_private import is_process_group_alive, process_group_timeout, store_of
+
+ANSWER_WITHIN = 5.0  # seconds
+REPORT_WITHIN = 10.0  # seconds, with the roll call
+_GRACE = 0.5  # seconds that ranks get to answer once it is known who has raised
+_REMEMBERED = 8  # places: ranks that do different things fail before they have got so far
+_COUNTED = 32  # optimizers, those used last: a note stays short, however many there are
+_ADVICE = (
+    "\nAll ranks must call the same methods in the same order. Set ONECOPY_CHECK=step to find the "
+    "first difference at once, without waiting for a timeout"
+)
+_ALL_ANSWERED = "all ranks are there, so the connection was lost, or they send different things"
+_REPORT = "onecopy/report"
 
 
 class _Place(NamedTuple):
@@ -44,18 +56,23 @@ class RankStatus:
     """Where each rank was last seen, kept in the store of the user's group."""
 
     store: Any
-    lobby: Lobby
     rank: int
     world_size: int
-    count: int = 0
+    optimizers: int = 0  # built so far: the same on all ranks
+    attachments: int = 0  # of optimizers, so far: the same on all ranks
+    failure: str = ""  # why the group is of no use any more
+    count: int = 0  # of notes
     place: str = ""  # what the rank is doing
+    last: str = ""  # the same, maybe in more detail
+    clock: str = ""  # when the last note was made
     places: list[str] = field(default_factory=list)  # the last ones, this one included, as JSON
     counts: dict[int, int] = field(default_factory=dict)  # by optimizer; the last one used is last
-    last: str = ""  # the same, maybe in more detail
-    failure: str = ""  # why the group is of no use any more
-    writes_errors_only: bool = False  # the store would grow with every step
     has_written_error: bool = False  # which is there until it is erased
-    clock: str = ""  # when the last note was made
+    writes_errors_only: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A file keeps everything that was ever written to it: it would grow with every step.
+        self.writes_errors_only = type(root_of(self.store)).__name__ == "FileStore"
 
     def write(
         self,
@@ -66,7 +83,15 @@ class RankStatus:
         is_joined: bool = False,
     ) -> None:
         """``same_place`` only adds detail: the rank is no further than before. ``is_error``: this
-        rank raises, and others may wait for it. ``is_joined``: other ranks write another text."""
+        rank raises, and others may wait for it. ``is_joined``: other ranks write another text.
+
+        Many times a step, so by the thread that calls, though a store may be stopped. Why that is
+        no wait: a store is written to without an answer. If nobody reads, that goes on until the
+        buffers of the connection are full, thousands of notes later; a group to which the process
+        that hosts the store belongs has come to the timeout of a collective long before. (Of a
+        group to which it does not belong, a rank might come to wait here.) Only an open question
+        keeps the connection from others; then there is nobody to tell.
+        """
         if not same_place:
             self.count += 1
             self.place = text
@@ -75,24 +100,21 @@ class RankStatus:
             self.places = [*self.places[1 - _REMEMBERED :], place]
         self.last = text
         self.clock = time.strftime("%H:%M:%S")
-        if self.world_size == 1:
+        if self.store is None or self.world_size == 1 or is_silent(self.store):
             return
         if is_error or not self.writes_errors_only:
-            _tell(self.store, self._key(self.rank), self._as_text())
-            self.has_written_error = is_error
-        elif self.has_written_error:  # the rank goes on
-            _tell(self.store, self._key(self.rank), "")
-            self.has_written_error = False
+            written = self._as_text()
+        elif self.has_written_error:
+            written = ""  # the rank goes on
+        else:
+            return
+        self.has_written_error = is_error
+        with contextlib.suppress(RuntimeError):  # without a store, training goes on
+            self.store.set(self._key(self.rank), written)
 
     def _as_text(self) -> str:
         counts = list(itertools.islice(reversed(self.counts.items()), _COUNTED))
         return "\n".join([json.dumps([self.count, self.clock, self.last, counts]), *self.places])
-
-    def building(self, is_over: bool = False) -> None:
-        """An optimizer is built: tell ranks of other process groups, too, which may wait for this
-        one by mistake."""
-        if self.world_size > 1:
-            self.lobby.write("" if is_over else self.lobby.group)
 
     def take_back(self, text: str) -> None:
         """What the last note has said did not come to pass."""
@@ -108,66 +130,63 @@ class RankStatus:
         come to ask, changes nothing, and every rank shows the same. A group in which a collective
         has failed is of no use any more, so there is one report for all times.
         """
+        alone = self._seen_from_here(ended)
         if self.store is None or self.world_size == 1:
-            return self._without_store(ended)
+            return alone
         try:
-            report = ask_store(self.store, functools.partial(self._agreed, ended), REPORT_WITHIN)
+            report: str = ask_store(self.store, lambda: self._agreed(ended, alone), REPORT_WITHIN)
         except NoAnswer as error:
-            return f"{self._without_store(ended)}; {error}"
-        assert isinstance(report, str)
+            return f"{alone}; {error}"
         return report
 
-    def _agreed(self, ended: Sequence[int]) -> str:
-        with contextlib.suppress(RuntimeError):
-            self.store.set(_answer_of(self.rank), "here")
-            if self.store.check([_REPORT]):
-                return str(self.store.get(_REPORT).decode())
-            if self.writes_errors_only:
-                self.store.set(self._key(self.rank), self._as_text())
-                self._await_notes()
-        seen = self._read()
-        found = self._without_store(ended) if seen is None else self._describe(seen, ended)
-        try:
-            kept: str = self.store.compare_set(_REPORT, "", found).decode()
-        except (RuntimeError, NotImplementedError):  # it went down with the rank that hosts it
-            return found
-        return kept
-
-    def _without_store(self, ended: Sequence[int]) -> str:
+    def _seen_from_here(self, ended: Sequence[int]) -> str:
         if ended:
             return f"a collective failed: {name_ranks(ended)} ended. This one was last {self.last}"
         reason = "; where the others are is not known: their process group has no store"
-        is_alone = self.store is not None or self.world_size == 1
-        return f"a collective failed on rank {self.rank}: {self.last}{'' if is_alone else reason}"
+        is_known = self.store is not None or self.world_size == 1
+        return f"a collective failed on rank {self.rank}: {self.last}{'' if is_known else reason}"
 
-    def _await_notes(self) -> None:
-        """Until all ranks have written where they are, or one of them why it does not come. Those
-        that wait for a lost rank learn of it at about the same time."""
-        patience = time.monotonic() + ANSWER_WITHIN
-        while time.monotonic() < patience:
-            seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
-            received = [note for note in seen if note is not _NOT_KNOWN]
-            if len(received) == len(seen):
-                return
-            if any(note.number < self.count for note in received):
-                patience = min(patience, time.monotonic() + _GRACE)
+    def _agreed(self, ended: Sequence[int], found: str) -> str:
+        """The report of the first rank; ``found`` if the store goes down with its host."""
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            if self.writes_errors_only:
+                self.store.set(self._key(self.rank), self._as_text())
+            self.store.set(_answer_of(self.rank), "here")
+            if not self.store.check([_REPORT]):
+                if self.writes_errors_only:
+                    self._await_answers()
+                found = self._describe([*map(self._read, range(self.world_size))], ended)
+                self.store.compare_set(_REPORT, "", found)
+            found = self.store.get(_REPORT).decode()
+        return found
+
+    def _await_answers(self) -> list[int]:
+        """Wait until all ranks have come to the same end as this one: those that wait for a lost
+        rank learn of it at about the same time. The ranks that have not."""
+        until = time.monotonic() + ANSWER_WITHIN
+        answers = [_answer_of(rank) for rank in range(self.world_size)]
+        while not self.store.check(answers):
+            silent = [rank for rank, key in enumerate(answers) if not self.store.check([key])]
+            now = time.monotonic()
+            if now > until:
+                return silent
+            if self.writes_errors_only and any(self._read(r) is not _NOT_KNOWN for r in silent):
+                until = min(until, now + _GRACE)
             time.sleep(0.05)
+        return []
 
     def _describe(self, seen: Sequence[_Status], ended: Sequence[int]) -> str:
-        not_known = [rank for rank, note in enumerate(seen) if note is _NOT_KNOWN]
+        not_known = [rank for rank, status in enumerate(seen) if status is _NOT_KNOWN]
         missing = _ranks_behind(seen)
         places: dict[tuple[int, str], list[int]] = {}
-        for rank, note in enumerate(seen):
-            places.setdefault((note.number, note.text), []).append(rank)
+        for rank, status in enumerate(seen):
+            places.setdefault((status.number, status.text), []).append(rank)
         views = "".join(
             f"\n  {name_ranks(ranks)}: {text}{seen[ranks[0]].since}"
             for (_, text), ranks in places.items()
         )
-        elsewhere = [rank for rank in missing if seen[rank].is_elsewhere]
         advice = ""
-        if elsewhere:
-            who = "the ranks build optimizers for different process groups"
-        elif ended:  # living ranks that wait for these may have done less, or something else
+        if ended:  # living ranks that wait for these may have done less, or something else
             has = "did not arrive" if set(ended) <= set(missing) else "ended"
             who = f"{name_ranks(ended)} {has}"
         elif difference := _first_difference(seen):
@@ -179,78 +198,69 @@ class RankStatus:
         elif difference := _difference_in_order(seen):
             who, advice = difference, _ADVICE
         elif len(places) == 1:
-            who = self._call_the_roll()
+            try:
+                silent = self._await_answers()
+                who = _no_answer_from(silent) if silent else _ALL_ANSWERED
+            except RuntimeError:  # it goes down with the rank that hosts it
+                who = "one was lost, and with it the store that would tell which"
         else:
             who = "the ranks are doing different things, or one was lost"
         return f"a collective failed: {who}. Last seen:{views}{advice}"
 
-    def _call_the_roll(self) -> str:
-        """Who has not come to the same end as this rank, if all were at the same place. Those that
-        wait for a lost rank learn of it at about the same time."""
-        answers = [_answer_of(rank) for rank in range(self.world_size)]
-        patience = time.monotonic() + ANSWER_WITHIN
-        try:
-            while not self.store.check(answers):
-                if time.monotonic() > patience:
-                    silent = [r for r, key in enumerate(answers) if not self.store.check([key])]
-                    return _no_answer_from(silent)
-                time.sleep(0.05)
-        except RuntimeError:  # it goes down with the rank that hosts it
-            return "one was lost, and with it the store that would tell which"
-        return "all ranks are there, so the connection was lost, or they send different things"
-
-    def _read(self) -> list[_Status] | None:
-        """The notes of all ranks, if the store is still there."""
-        try:
-            seen = [self._read_one(self._key(rank)) for rank in range(self.world_size)]
-            if _NEVER_SEEN not in seen and _NOT_KNOWN not in seen:
-                return seen
-            return [
-                self.lobby.read(rank) or note if note.number <= 1 else note
-                for rank, note in enumerate(seen)
-            ]
-        except RuntimeError:  # it went down with the rank that hosts it
-            return None
-
-    def _read_one(self, key: str) -> _Status:
+    def _read(self, rank: int) -> _Status:
+        key = self._key(rank)
         found = self.store.get(key).decode() if self.store.check([key]) else ""
         if not found:
             return _NOT_KNOWN if self.writes_errors_only else _NEVER_SEEN
         head, *lines = found.split("\n")
         number, clock, text, counts = json.loads(head)
         places = [_Place(*json.loads(line)) for line in lines]
-        return _Status(number, text, f", since {clock}", places=places, counts=dict(counts))
+        return _Status(number, text, f", since {clock}", places, dict(counts))
 
     def _key(self, rank: int) -> str:
         return f"onecopy/{rank}"
 
 
+def _answer_of(rank: int) -> str:
+    return f"onecopy/failed/{rank}"
+
+
+def _no_answer_from(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} did not answer: lost, stopped, or still waiting"
+
+
+# ------------------------------------------------------------------ comparing what ranks did
+
+
 class _Status(NamedTuple):
     number: int  # how many notes the rank has written
     text: str
-    since: str
-    is_elsewhere: bool = False  # it builds an optimizer for another process group
+    since: str = ""
     places: Sequence[_Place] = ()  # what the rank did last
     counts: Mapping[int, int] = {}  # how many notes it has written, by optimizer
-
-    def is_behind(self, other: _Status) -> bool:
-        """Whether the other rank is further in at least one optimizer and this one in none."""
-        return self.number < other.number and all(
-            number <= other.count_of(optimizer) for optimizer, number in self.counts.items()
-        )
 
     def count_of(self, optimizer: int) -> float:
         """Infinite if it is not known: the optimizer was not among the last ones used."""
         return self.counts.get(optimizer, 0 if len(self.counts) < _COUNTED else math.inf)
 
 
+_NEVER_SEEN = _Status(0, "never seen")
+_NOT_KNOWN = _Status(0, "not known: with a file store ranks say where they are only if they raise")
+
+
 def _ranks_behind(seen: Sequence[_Status]) -> list[int]:
-    """Those that have done less than another rank, and nothing that this one has not done."""
-    distinct = {(note.number, *sorted(note.counts.items())): note for note in seen}.values()
+    """Those that have done less than another rank with at least one optimizer, and not more with
+    any."""
+    distinct = {(each.number, *sorted(each.counts.items())): each for each in seen}.values()
     return [
         rank
-        for rank, note in enumerate(seen)
-        if note is not _NOT_KNOWN and any(note.is_behind(other) for other in distinct)
+        for rank, status in enumerate(seen)
+        if status is not _NOT_KNOWN
+        and any(
+            status.number < other.number
+            and all(number <= other.count_of(each) for each, number in status.counts.items())
+            for other in distinct
+        )
     ]
 
 
@@ -260,14 +270,13 @@ def _first_difference(seen: Sequence[_Status]) -> str:
 
     Why: after that the numbers of notes say nothing. A rank that has written fewer may be right.
     """
-    for optimizer in sorted({place.optimizer for note in seen for place in note.places}):
-        places_at: dict[int, dict[int, _Place]] = {}  # by number and rank
-        ranks = set()
-        for rank, note in enumerate(seen):
-            for place in note.places:
-                if place.optimizer == optimizer:
-                    places_at.setdefault(place.number, {})[rank] = place
-                    ranks.add(rank)
+    places_of: dict[int, dict[int, dict[int, _Place]]] = {}  # by optimizer, number and rank
+    for rank, status in enumerate(seen):
+        for place in status.places:
+            places_at = places_of.setdefault(place.optimizer, {})
+            places_at.setdefault(place.number, {})[rank] = place
+    for _, places_at in sorted(places_of.items()):
+        ranks = {rank for places in places_at.values() for rank in places}
         difference = ""
         for _, places in sorted(places_at.items()):
             differs_here = _difference_between(places)
@@ -284,15 +293,14 @@ def _difference_in_order(seen: Sequence[_Status]) -> str:
     """What the ranks do that not all have done yet, if they differ: they have called several
     optimizers in different orders, or one of them on some ranks only."""
     everywhere = {
-        optimizer: min(note.count_of(optimizer) for note in seen)
-        for optimizer in {place.optimizer for note in seen for place in note.places}
+        optimizer: min(status.count_of(optimizer) for status in seen)
+        for optimizer in {place.optimizer for status in seen for place in status.places}
     }
-    places = {}
-    for rank, note in enumerate(seen):
-        ahead = (place for place in note.places if place.number > everywhere[place.optimizer])
-        place = next(ahead, None)
-        if place is not None:
-            places[rank] = place
+    places: dict[int, _Place] = {}
+    for rank, status in enumerate(seen):
+        for place in status.places:
+            if place.number > everywhere[place.optimizer]:
+                places.setdefault(rank, place)
     return _difference_between(places)
 
 
@@ -313,102 +321,10 @@ def _difference_between(places: Mapping[int, _Place]) -> str:
     return f'{name_ranks(ranks)} did something else than {they} ("{odd}", not {rest})'
 
 
-@dataclass(frozen=True, slots=True)
-class Lobby:
-    """For which process group each rank of the job builds an optimizer: in the store of the
-    default group, where ranks of all groups look."""
-
-    store: Any
-    group: str  # this one, as others know it
-    members: Sequence[int]  # its ranks in the job
-
-    @classmethod
-    def of(cls, group: Any) -> Lobby:
-        members = dist.get_process_group_ranks(group)
-        name = f"{group.group_name} of {name_ranks(members)} of the job"
-        everybody = dist.group.WORLD
-        store = None if everybody is None else store_of(everybody)
-        return cls(store, name, members)
-
-    def write(self, group: str) -> None:
-        _tell(self.store, self._key(dist.get_rank()), f"{time.strftime('%H:%M:%S')}|{group}")
-
-    def read(self, rank: int) -> _Status | None:
-        """Of a rank of this group."""
-        key = self._key(self.members[rank])
-        if self.store is None or not self.store.check([key]):
-            return None
-        clock, group = self.store.get(key).decode().split("|", 1)
-        if not group:
-            return None
-        text = f"building an optimizer for process group {group}"
-        is_elsewhere = group != self.group
-        return _Status(0 if is_elsewhere else 1, text, f", since {clock}", is_elsewhere)
-
-    @staticmethod
-    def _key(member: int) -> str:
-        return f"onecopy/building/{member}"
-
-
-def _tell(store: Any, key: str, text: str) -> None:
-    """Many times a step, so by the thread that calls, though a store may be stopped.
-
-    Why that is no wait: a store is written to without an answer. If nobody reads, that goes on
-    until the buffers of the connection are full, thousands of notes later; a group to which the
-    process that hosts the store belongs has come to the timeout of a collective long before. (Of a
-    group to which it does not belong, a rank might come to wait here.) Only an open question keeps
-    the connection from others; then there is nobody to tell.
-    """
-    if store is not None and not is_silent(store):
-        # A note is for diagnosis: without a store, training goes on.
-        with contextlib.suppress(RuntimeError):
-            store.set(key, text)
-
-
-_REMEMBERED = 8  # places: ranks that do different things fail before they have got so far
-_COUNTED = 32  # optimizers, those used last: a note stays short, however many there are
-_ADVICE = (
-    "\nAll ranks must call the same methods in the same order. Set ONECOPY_CHECK=step to find the "
-    "first difference at once, without waiting for a timeout"
-)
-ANSWER_WITHIN = 5.0  # seconds
-_GRACE = 0.5  # seconds that ranks get to answer once it is known who has raised
-REPORT_WITHIN = 10.0  # seconds, with the roll call
-_REPORT = "onecopy/report"
-_NEVER_SEEN = _Status(0, "never seen", "")
-_NOT_WRITTEN = "not known: with a file store ranks say where they are only if they raise"
-_NOT_KNOWN = _Status(0, _NOT_WRITTEN, "")
-
-
-def _no_answer_from(ranks: Sequence[int]) -> str:
-    return f"{name_ranks(ranks)} did not answer: lost, stopped, or still waiting"
-
-
-def _answer_of(rank: int) -> str:
-    return f"onecopy/failed/{rank}"
-
+# ------------------------------------------------------------------ the monitor of an optimizer
 
 # Shared by all optimizers of a group.
 _statuses: weakref.WeakKeyDictionary[Any, RankStatus] = weakref.WeakKeyDictionary()
-
-
-def rank_status_of(group: Any) -> RankStatus:
-    notes = _statuses.get(group)
-    if notes is None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        store = store_of(group)
-        notes = RankStatus(
-            store, Lobby.of(group), rank, world_size, writes_errors_only=_grows(store)
-        )
-        _statuses[group] = notes
-    return notes
-
-
-def _grows(store: Any) -> bool:
-    """Whether the store keeps everything that was ever written to it."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return type(store).__name__ == "FileStore"
 
 
 def timeout(group: Any) -> timedelta | None:
@@ -417,8 +333,8 @@ def timeout(group: Any) -> timedelta | None:
     return process_group_timeout(group, torch.device(device))
 
 
-_attachments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
-_optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
+def do_nothing() -> None:
+    """A callback for which nothing is registered."""
 
 
 class GroupMonitor:
@@ -426,46 +342,40 @@ class GroupMonitor:
 
     def __init__(self, user_group: Any, waits_on_cpu: bool = True) -> None:
         """``waits_on_cpu``: to wait blocks the thread."""
-        self.user_group = user_group
+        self.user_group = self.group = user_group  # as long as there is no private group
         self.rank = dist.get_rank(user_group)
         self.world_size = dist.get_world_size(user_group)
-        self.number = _optimizers.get(user_group, 0)  # of the optimizer: the same on all ranks
         self._waits_on_cpu = waits_on_cpu
-        self._notes = rank_status_of(user_group)
-        self.note("building an optimizer")
-        self._notes.building()
+        status = _statuses.get(user_group)
+        if status is None:
+            status = RankStatus(store_of(user_group), self.rank, self.world_size)
+            _statuses[user_group] = status
+        self.status = status
+        self.number = status.optimizers  # of this optimizer: the same on all ranks
+        # Which optimizer of the process group this is; of the first, nothing is said.
+        self.whose = f" (optimizer {self.number + 1} of the process group)" * (self.number > 0)
+        self.compares_in: Channel | None = None  # ONECOPY_CHECK=step
+        self.when_disagreeing: Callable[[], None] = do_nothing
         # Of memory that local ranks share, if they do: which of them have ended, and to let it go.
         self.ended_local_ranks: Callable[[], list[int]] = list
         self.abandon_shared_memory: Callable[[], object] = list
-        self.group = user_group  # as long as there is no private group
-
-    def meet(self) -> None:
-        """All ranks have come."""
-        self._notes.building(is_over=True)
+        self.note("building an optimizer")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupMonitor:
         return self
 
-    # ------------------------------------------------------------------ which optimizer it is
-
-    @property
-    def whose(self) -> str:
-        """Which optimizer of the process group this is; of the first, nothing is said."""
-        return f" (optimizer {self.number + 1} of the process group)" if self.number else ""
-
-    def count_optimizer(self) -> None:
-        """An optimizer was built, and all ranks know of it."""
-        _optimizers[self.user_group] = self.number + 1
-
-    @property
-    def attachments(self) -> int:
-        """How many optimizers of this group were attached so far: the same on all ranks."""
-        return _attachments.get(self.user_group, 0)
-
-    def count_attachment(self) -> None:
-        _attachments[self.user_group] = self.attachments + 1
-
     # ------------------------------------------------------------------ who is where
+
+    def enter(self, what: str) -> None:
+        """Something begins that all ranks do together: a note of it, and with
+        ``ONECOPY_CHECK=step`` a comparison of what the ranks are about to do."""
+        self.note(what)
+        if self.compares_in is not None:
+            try:
+                same_outcome(self.compares_in, what, list)
+            except RanksDisagree:
+                self.when_disagreeing()  # on all ranks
+                raise
 
     def note(
         self,
@@ -476,15 +386,11 @@ class GroupMonitor:
     ) -> None:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
         text = text if same_place else f"{text}{self.whose}"
-        self._notes.write(text, same_place, is_error, self.number, is_joined)
+        self.status.write(text, same_place, is_error, self.number, is_joined)
 
     def add_to_note(self, detail: str) -> None:
         """Where exactly in it this rank is."""
-        self.note(f"{self._notes.place}: {detail}", same_place=True)
-
-    def take_back(self, text: str) -> None:
-        """The last note was of something that did not come to pass."""
-        self._notes.take_back(text)
+        self.note(f"{self.status.place}: {detail}", same_place=True)
 
     @contextlib.contextmanager
     def noting_errors(self, where: str = "") -> Iterator[None]:
@@ -494,8 +400,8 @@ class GroupMonitor:
         except RanksDisagree:
             raise
         except Exception as error:
-            if not self._notes.failure:
-                place = where or self._notes.place
+            if not self.status.failure:
+                place = where or self.status.place
                 text = f"{place} raised {type(error).__name__}: {error}"
                 self.note(text, same_place=True, is_error=True)
             raise
@@ -504,9 +410,8 @@ class GroupMonitor:
         """A round of reports through the store, outside of collectives. If the store is lost, that
         is as a collective that fails: nobody can tell how the round ends."""
         self.note(what)
-        store = store_of(self.user_group)
-        size, patience = self.world_size, self.patience()
-        return StoreChannel(store, self.rank, size, token, patience, what, self._report)
+        store, size = store_of(self.user_group), self.world_size
+        return StoreChannel(store, self.rank, size, token, self.patience(), what, self._report)
 
     # ------------------------------------------------------------------ waiting for them
 
@@ -525,7 +430,7 @@ class GroupMonitor:
     @contextlib.contextmanager
     def naming_absentees(self) -> Iterator[None]:
         """Around whatever needs the others: if it fails, all ranks raise who was where."""
-        if self._notes.failure:  # each of many operations would wait for its own timeout
+        if self.status.failure:  # each of many operations would wait for its own timeout
             self.require_working()
         try:
             yield
@@ -541,7 +446,7 @@ class GroupMonitor:
     def _report(self) -> str:
         """Who was where; the last thing that this group does."""
         try:
-            report = self._notes.report(self.ended_local_ranks())
+            report = self.status.report(self.ended_local_ranks())
         except BaseException as error:  # of a signal handler: to ask may take some seconds
             self._give_up(_interrupted(error))
             raise
@@ -555,21 +460,21 @@ class GroupMonitor:
         try:
             yield
         except BaseException as error:
-            if not self._notes.failure:
+            if not self.status.failure:
                 self._give_up(f"{type(error).__name__} came while this rank was {doing}: {error}")
             raise
 
     def _give_up(self, reason: str) -> None:
-        self._notes.failure = reason
+        self.status.failure = reason
         self.abandon_shared_memory()
         never_destroy(self.group)
 
     @property
     def refusal(self) -> str | None:
         """Why there can be no communication, if so."""
-        if self._notes.failure:
+        if self.status.failure:
             return (
-                f"the process group is of no use any more, because {self._notes.failure}\nStart "
+                f"the process group is of no use any more, because {self.status.failure}\nStart "
                 "the job again from a checkpoint; or destroy_process_group(), "
                 "init_process_group(...) and build the optimizer anew"
             )
@@ -588,3 +493,15 @@ class GroupMonitor:
 
 def _interrupted(by: BaseException) -> str:
     return f"{type(by).__name__} came while this rank waited for the others"
+
+
+class Handle:
+    """Communication in flight. It holds its tensors, so that their memory is not reused before."""
+
+    def __init__(self, monitor: GroupMonitor, works: Sequence[Any], tensors: Sequence[object]):
+        self._monitor, self._works, self._tensors = monitor, works, tensors
+
+    def wait(self) -> None:
+        """Return once the tensors may be read and written (on accelerators: in stream order)."""
+        self._monitor.wait_for(self._works)
+        self._works = self._tensors = ()

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.comm.group import Handle, RankGroup
+from onecopy.comm.group import RankGroup
+from onecopy.comm.monitor import Handle
 
 _SENDS_IN_FLIGHT = 4
 _RECEIVES_IN_FLIGHT = 2  # from each rank

@@ -179,7 +179,7 @@ def ask_store(store: Any, question: Callable[[], Any], patience: float) -> Any:
     A question that is not answered keeps the connection from all others. So until it is, nobody
     else asks, and waits for its whole patience.
     """
-    root = _root_of(store)
+    root = root_of(store)
     if not any(each.is_late for each in _questions_to(root)):
         thread = BackgroundThread.idle()
         task = thread.send(question)
@@ -198,7 +198,7 @@ def ask_store(store: Any, question: Callable[[], Any], patience: float) -> Any:
 def is_silent(store: Any) -> bool:
     """Whether a question to it is open, so that whoever calls it now may wait for ever. Cheap, as
     long as there is none to any store."""
-    return bool(_open) and bool(_questions_to(_root_of(store)))
+    return bool(_open) and bool(_questions_to(root_of(store)))
 
 
 def _questions_to(root: Any) -> list[_Question]:
@@ -206,7 +206,7 @@ def _questions_to(root: Any) -> list[_Question]:
     return [each for each in _open if each.store is root]
 
 
-def _root_of(store: Any) -> Any:
+def root_of(store: Any) -> Any:
     """What holds the connection: groups have stores of their own that share one."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.comm.group import Part, RankGroup, do_nothing
+from onecopy.comm.group import Part, RankGroup
+from onecopy.comm.monitor import do_nothing
 from onecopy.gradients.hooks import (
     DDPHooks,
     LazyGather,
@@ -76,7 +77,7 @@ class Attachment:
             self.hooks = ModuleHooks(module, self.reducer, self._begin, self.zero_grad)
             modules = [module]
         self._patches = [ZeroGrad(each, self.zero_grad) for each in modules]
-        self.reducer.when_dropped = rank_group.when_disagreeing = self.hooks.start_over
+        self.reducer.when_dropped = self._monitor.when_disagreeing = self.hooks.start_over
         self._lazy = LazyGather(module, sharded_params.all_gathers) if lazy_gather else None
         sharded_params.gathers_lazily = lazy_gather
         sharded_params.follower = self
@@ -97,7 +98,7 @@ class Attachment:
         this process group has failed before, nothing is waited for."""
         sharded_params = self._sharded_params
         sharded_params.follower, sharded_params.gathers_lazily = None, False
-        self._rank_group.when_disagreeing = do_nothing
+        self._monitor.when_disagreeing = do_nothing
         if self._monitor.refusal is not None:
             sharded_params.all_gathers.forget()
         with contextlib.ExitStack() as undoing:  # in reverse order
@@ -137,7 +138,7 @@ class Attachment:
     def _enter(self) -> None:
         """A backward begins, on all ranks."""
         number = self.reducer.backwards + 1
-        self._rank_group.enter(f"in backward {number} after step {self._steps}")
+        self._monitor.enter(f"in backward {number} after step {self._steps}")
 
     def judge(self) -> None:
         """Raise if the last backward has raised on any rank; its gradients are then dropped on

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.comm.agreement import RanksDisagree, same_outcome
-from onecopy.comm.group import GATHER_TAGS, Handle, RankGroup, do_nothing
+from onecopy.comm.group import GATHER_TAGS, RankGroup
 from onecopy.comm.interface import (
     BucketLayout,
     Buffer,
@@ -30,6 +30,7 @@ from onecopy.comm.interface import (
     ReduceBuffers,
     make_comm,
 )
+from onecopy.comm.monitor import Handle, do_nothing
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
 from onecopy.planning.param_groups import grad_dtype, gradient_dtype
@@ -308,7 +309,7 @@ class GradientReducer:
         self._comms: dict[torch.device, Comm] = {}
         # Apart from all-gathers and other attachments: ranks on which one backward reaches several
         # attached modules may launch their buckets in different orders.
-        self._first_tag = GATHER_TAGS * (1 + rank_group.monitor.attachments % _ATTACHMENTS)
+        self._first_tag = GATHER_TAGS * (1 + rank_group.monitor.status.attachments % _ATTACHMENTS)
         # Gradients of backwards inside no_sync(), by parameter, in the dtype of the master copy.
         self._accumulated: dict[int, torch.Tensor] = {}
         self._prepared = _Prepared(Plan(rank_group.world_size, 1))  # of no parameter yet

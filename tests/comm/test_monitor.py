@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed, pretend_hosts
-from inside import NOTES_ANSWER_SECONDS, NOTES_REPORT_SECONDS, store_grows
+from inside import NOTES_ANSWER_SECONDS, NOTES_REPORT_SECONDS
 from torch.distributed.algorithms.join import Join
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.monitor import Lobby, RankStatus
+from onecopy.comm.monitor import RankStatus
 from onecopy.comm.waiting import is_silent
 
 
 def test_without_a_store_the_report_is_about_this_rank_alone() -> None:
-    notes = RankStatus(None, Lobby(None, "0", [0, 1]), rank=1, world_size=2)
+    notes = RankStatus(None, rank=1, world_size=2)
     notes.write("in step 3")
     assert notes.report() == (
         "a collective failed on rank 1: in step 3; where the others are is not known: their "
@@ -39,9 +39,7 @@ def reports(
 ) -> list[str]:
     """What these of three ranks say when a collective fails, each in a thread of its own."""
     store = store or dist.HashStore()
-    lobby = Lobby(None, "0", [0, 1, 2])
-    grows = store_grows(store)
-    ranks = [RankStatus(store, lobby, rank, 3, writes_errors_only=grows) for rank in range(3)]
+    ranks = [RankStatus(store, rank, 3) for rank in range(3)]
     for rank, notes in enumerate(ranks):
         notes.write(places.get(f"rank_{rank}", "in step 3"))
         if rank in raised:
@@ -83,8 +81,8 @@ def written(
     *places: Sequence[str | tuple[int, str]], ended: Sequence[int] = (), optimizer: int = 0
 ) -> str:
     """What is reported when each rank has written these notes, of this optimizer or of another."""
-    store, lobby = dist.HashStore(), Lobby(None, "0", range(len(places)))
-    ranks = [RankStatus(store, lobby, rank, len(places)) for rank in range(len(places))]
+    store = dist.HashStore()
+    ranks = [RankStatus(store, rank, len(places)) for rank in range(len(places))]
     for notes, texts in zip(ranks, places, strict=True):
         for each in texts:
             number, text = (optimizer, each) if isinstance(each, str) else each
@@ -163,8 +161,8 @@ def test_of_several_optimizers_those_called_in_another_order_or_not_at_all_are_s
 
 
 def test_what_was_taken_back_is_no_difference() -> None:
-    store, lobby = dist.HashStore(), Lobby(None, "0", [0, 1])
-    one, two = (RankStatus(store, lobby, rank, 2) for rank in range(2))
+    store = dist.HashStore()
+    one, two = (RankStatus(store, rank, 2) for rank in range(2))
     one.write("in step 1")
     one.take_back("in step 1 raised")
     for notes in (one, two):
@@ -203,7 +201,7 @@ def test_with_every_store_a_rank_that_says_nothing_is_named(tmp_path: Path) -> N
 def test_in_a_file_store_a_rank_writes_its_errors_and_no_more(tmp_path: Path) -> None:
     file = tmp_path / "file"
     store = dist.FileStore(str(file), 1)
-    notes = RankStatus(store, Lobby(None, "0", [0, 1]), 0, 2, writes_errors_only=True)
+    notes = RankStatus(store, 0, 2)
     notes.write("in step 1")
     before = file.stat().st_size if file.exists() else 0
     notes.write("in step 1 raised ValueError", same_place=True, is_error=True)
@@ -337,7 +335,7 @@ def test_a_store_that_does_not_answer_is_told_and_nobody_waits_for_it_again(
 ) -> None:
     monkeypatch.setattr(*NOTES_REPORT_SECONDS, 0.5)
     store = Stopped()
-    notes = RankStatus(store, Lobby(None, "0", [0, 1]), rank=1, world_size=2)
+    notes = RankStatus(store, rank=1, world_size=2)
     notes.write("in step 3")
     expected = "a collective failed on rank 1: in step 3; the store does not answer: "
     assert notes.report().startswith(expected)

@@ -264,7 +264,6 @@ NOT_YET: set[str] = {
     "boxes",
     "exchange",
     "fragment",
-    "lobby",
     "look",
     "looks",
     "note",

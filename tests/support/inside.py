@@ -344,7 +344,6 @@ known_kinds = traits._KNOWN
 probe_kind = traits._probe
 MIN_MESSAGE_BYTES = transfer._MIN_MESSAGE_BYTES
 ArchiveIndex = metadata._Index
-store_grows = monitor._grows
 without_split = torch_private._without_split
 pack, unpack = transfer._pack, transfer._unpack
 
