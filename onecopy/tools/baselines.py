@@ -9,11 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from onecopy.planning.param_groups import Entry, is_trainable
 from onecopy.planning.sizes import MemoryReport
-from onecopy.tools.model_spec import ModelSpec
 
 DDP_BUCKET = 25 * 2**20
 
@@ -27,17 +27,13 @@ class CommPart:
     collectives: int
     rounds: int = 1  # each of log2(W) latencies
 
-    def seconds(self, world_size: int, bandwidth: float, latency: float) -> float:
-        waits = self.collectives * self.rounds * math.ceil(math.log2(max(world_size, 1)))
-        return waits * latency + self.numbytes / bandwidth
-
 
 @dataclass(frozen=True, slots=True)
 class CommModel:
     """What a step sends."""
 
     world_size: int
-    parts: tuple[CommPart, ...] = ()
+    parts: tuple[CommPart, ...]
 
     @property
     def numbytes(self) -> int:
@@ -50,19 +46,17 @@ class CommModel:
                 f"expected a positive bandwidth (bytes per second) and a latency in seconds, got "
                 f"{bandwidth} and {latency}"
             )
-        return sum(each.seconds(self.world_size, bandwidth, latency) for each in self.parts)
+        rounds = sum(each.collectives * each.rounds for each in self.parts)
+        waits = rounds * math.ceil(math.log2(self.world_size))
+        return waits * latency + self.numbytes / bandwidth
 
 
 def evenly(name: str, numbytes: int, world_size: int, rounds: int = 1) -> CommPart:
-    """Equal shares in buckets of DDP's size: a reduce-scatter or an all-gather."""
+    """Equal shares in buckets of DDP's size: a reduce-scatter or an all-gather. DDP's all-reduce
+    is both: two rounds."""
     moved = rounds * numbytes * (world_size - 1) // world_size
     buckets = math.ceil(numbytes / DDP_BUCKET) if world_size > 1 else 0
     return CommPart(name, moved, buckets, rounds)
-
-
-def all_reduce(numbytes: int, world_size: int) -> CommPart:
-    """DDP's, of all gradients: a reduce-scatter and an all-gather."""
-    return evenly("all-reduce", numbytes, world_size, rounds=2)
 
 
 def from_owners(name: str, owned: Sequence[int], collectives: int, direct: bool) -> CommPart:
@@ -78,7 +72,7 @@ def from_owners(name: str, owned: Sequence[int], collectives: int, direct: bool)
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Another way to train the same, on its fullest rank."""
+    """A way to train the same, on its fullest rank."""
 
     name: str
     memory: MemoryReport
@@ -86,19 +80,10 @@ class Baseline:
     remark: str = ""
 
 
-def baselines_of(spec: ModelSpec, gradient_bytes: int, world_size: int) -> tuple[Baseline, ...]:
-    state: Counter[str] = Counter()
-    for param in spec.trained:
-        state.update(spec.state_of(param))
-    masters = sum(spec.master_bytes(i) * spec.params[i].tensor.numel() for i in spec.trained)
-    parameters = sum(param.tensor.nbytes for param in spec.params)
-    whole = MemoryReport(parameters, gradient_bytes, state, masters, staging=0, ddp_buckets=0)
-    wire = CommModel(world_size, (all_reduce(gradient_bytes, world_size),))
-    torchs = [_torch_class(spec, whole, world_size)] if len(spec.classes) == 1 else []
-    return (Baseline("DDP", whole, wire), *torchs, *_zero_stages(spec, whole, world_size))
+def evenly_sharded(whole: MemoryReport, trained: int, world: int) -> tuple[Baseline, ...]:
+    """DDP, on which each rank holds ``whole``, and ZeRO-2 and ZeRO-3. ``trained``: bytes of the
+    parameters that are not frozen."""
 
-
-def _zero_stages(spec: ModelSpec, whole: MemoryReport, world: int) -> tuple[Baseline, Baseline]:
     def share(count: int) -> int:
         return -(-count // world)
 
@@ -109,50 +94,53 @@ def _zero_stages(spec: ModelSpec, whole: MemoryReport, world: int) -> tuple[Base
         master_copies=share(whole.master_copies),
     )
     third = replace(second, parameters=share(whole.parameters))  # the frozen ones, too
-    trained = sum(spec.params[i].tensor.nbytes for i in spec.trained)
+    all_reduce = evenly("all-reduce", whole.gradients, world, rounds=2)
     reduce = evenly("reduce-scatter", whole.gradients, world)
     updated = evenly("all-gather", trained, world)
     everything = evenly("all-gather", whole.parameters, world)
     return (
+        Baseline("DDP", whole, CommModel(world, (all_reduce,))),
         Baseline("ZeRO-2", second, CommModel(world, (reduce, updated))),
         Baseline("ZeRO-3", third, CommModel(world, (reduce, everything, everything))),
     )
 
 
-def _torch_class(spec: ModelSpec, whole: MemoryReport, world: int) -> Baseline:
-    owners = torch_owners(spec, world)
+def torch_class(
+    entries: Sequence[Entry],
+    state_of: Callable[[int], Mapping[str, int]],
+    whole: MemoryReport,
+    world: int,
+) -> Baseline:
+    """``state_of``: bytes of a parameter's state without a master copy."""
     state: list[Counter[str]] = [Counter() for _ in range(world)]
     sent = [0] * world
-    trained = frozenset(spec.trained)
-    for param, owner in enumerate(owners):
-        sent[owner] += spec.params[param].tensor.nbytes
-        if param in trained:
-            state[owner].update(spec.state_of(param, with_master=False))
-    broadcasts = from_owners("broadcasts", sent, len(owners), direct=False)
-    wire = CommModel(world, (all_reduce(whole.gradients, world), broadcasts))
-    memory = replace(
-        whole, state=max(state, key=lambda of_rank: sum(of_rank.values())), master_copies=0
-    )
+    for index, owner in enumerate(torch_owners(entries, world)):
+        sent[owner] += entries[index].param.nbytes
+        if is_trainable(entries[index].param):
+            state[owner].update(state_of(index))
+    all_reduce = evenly("all-reduce", whole.gradients, world, rounds=2)
+    broadcasts = from_owners("broadcasts", sent, len(entries), direct=False)
+    fullest = max(state, key=lambda of_rank: of_rank.total())
+    memory = replace(whole, state=fullest, master_copies=0)
     remark = "keeps no master copies, and state in the dtype of the parameters"
+    wire = CommModel(world, (all_reduce, broadcasts))
     return Baseline("torch's class", memory, wire, remark if whole.master_copies else "")
 
 
-def torch_owners(spec: ModelSpec, world: int) -> list[int]:
-    """The rank that torch's class gives each parameter to."""
-    owners = [0] * len(spec.params)
+def torch_owners(entries: Sequence[Entry], world: int) -> list[int]:
+    """The rank that torch's class gives each parameter to, also the frozen ones."""
+    owners = [0] * len(entries)
     heap = [(0, rank) for rank in range(world)]
-    for group in range(len(spec.templates)):
-        members = [i for i, param in enumerate(spec.params) if param.group == group]
-        for param in sorted(members, key=lambda i: -spec.params[i].tensor.numel()):
-            load, owners[param] = heap[0]
-            heapq.heapreplace(heap, (load + spec.params[param].tensor.numel(), owners[param]))
+    sizes = [(entry.group, -entry.param.numel()) for entry in entries]
+    for index in sorted(range(len(entries)), key=sizes.__getitem__):
+        load, owners[index] = heap[0]
+        heapq.heapreplace(heap, (load - sizes[index][1], owners[index]))
     return owners
 
 
-def torch_loads(spec: ModelSpec, world: int) -> list[int]:
-    """Elements that each rank updates under torch's partition, which deals out frozen ones too."""
+def torch_loads(entries: Sequence[Entry], world: int) -> list[int]:
+    """Elements that each rank updates under torch's partition."""
     loads = [0] * world
-    owners = torch_owners(spec, world)
-    for param in spec.trained:
-        loads[owners[param]] += spec.params[param].tensor.numel()
+    for entry, owner in zip(entries, torch_owners(entries, world), strict=True):
+        loads[owner] += entry.param.numel() if is_trainable(entry.param) else 0
     return loads

@@ -1,8 +1,7 @@
 """``onecopy estimate | plan | report``.
 
-Each command has a function that adds its arguments and one that returns what it prints. Errors are
-one line on standard error: exit code 2 for a command that cannot be understood, 1 for one that
-cannot be done.
+Each command has a function that returns what it prints. Errors are one line on standard error: exit
+code 2 for a command that cannot be understood, 1 for one that cannot be done.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,24 +24,26 @@ import torch
 from onecopy.planning.text import in_bytes, in_seconds, plural, table
 from onecopy.planning.traits import PARTITIONS
 from onecopy.tools.baselines import Baseline
-from onecopy.tools.estimate import BACKENDS, Estimate, Setting, ranks_in_words
-from onecopy.tools.model_spec import ModelSpec
+from onecopy.tools.estimate import BACKENDS, Estimate, Table, estimate
 from onecopy.tools.models import BadArgument, Failure, load_model, load_optimizer
 from onecopy.tools.pages.plan_page import plan_page
 from onecopy.tools.pages.run_page import bucket_table, memory_table, rank_table, read_run, run_page
 from onecopy.version import __version__
 
-_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES: dict[str, torch.dtype] = {
+    **{short: getattr(torch, name) for short, name in _SHORT.items()},
+    **{name: getattr(torch, name) for name in _SHORT.values()},
 }
+_BANDWIDTHS = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gb": 1e9, "mb": 1e6, "tb": 1e12}
+_LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOST_RANKS = 1_000_000
-_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
-
-
 _SHOWN_ROWS = 16  # of a table, unless all are asked for
+# By the same names.
+_ARGUMENTS_OF_ESTIMATE = (
+    *("attached", "under_ddp", "lazy_gather", "reduce_dtype", "dtype", "partition", "bucket_mb"),
+    *("master_dtype", "parameters_as_bucket_view", "backend", "no_sync"),
+)
 
 _DESCRIPTION = """\
 Sharded optimizer state for PyTorch: what it takes, and who owns what, before the run; when it
@@ -133,34 +135,32 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", dest="command", metavar="COMMAND", required=True
     )
 
-    def command(name: str, summary: str, details: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=summary, description=details, formatter_class=layout)
+    def command(name: str, summary: str, details: str, run: Any) -> Callable[..., Any]:
+        found = commands.add_parser(name, help=summary, description=details, formatter_class=layout)
+        found.set_defaults(run=run)
+        if name != "report":
+            _add_training(found)
+        return found.add_argument
 
-    found = command("estimate", "memory and traffic before the run", _ESTIMATE_DETAILS)
-    _add_training(found)
-    add = found.add_argument
+    add = command("estimate", "memory and traffic before the run", _ESTIMATE_DETAILS, run_estimate)
     worlds = [1, 2, 4, 8]
-    add("--world", type=ranks, nargs="+", default=worlds, metavar="N", help="numbers of ranks")
+    add("--world", type=_ranks, nargs="+", default=worlds, metavar="N", help="numbers of ranks")
+    bandwidth = partial(_quantity, units=_BANDWIDTHS, example="400Gbit/s or 50GB/s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="of a rank, e.g. 400Gbit/s or 50GB/s")
+    latency = partial(_quantity, units=_LATENCIES, example="10us or 0.5ms")
     add("--latency", type=latency, metavar="TIME", help="of a message, e.g. 10us")
     add("--json", action="store_true", help="print JSON instead of tables")
-    found.set_defaults(run=run_estimate)
 
-    found = command("plan", "who owns what", _PLAN_DETAILS)
-    _add_training(found)
-    add = found.add_argument
-    add("--world", type=ranks, required=True, metavar="N", help="number of ranks")
+    add = command("plan", "who owns what", _PLAN_DETAILS, run_plan)
+    add("--world", type=_ranks, required=True, metavar="N", help="number of ranks")
     add("--all", action="store_true", help="all rows, not only the first of each table")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
-    found.set_defaults(run=run_plan)
 
-    found = command("report", "what a run has recorded", _REPORT_DETAILS)
-    add = found.add_argument
+    add = command("report", "what a run has recorded", _REPORT_DETAILS, run_report)
     add("directory", type=Path, metavar="DIR", help="what ONECOPY_TRACE named: rank-0.json, ...")
     add("--all", action="store_true", help="all rows, not only the first of each table")
     add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
-    found.set_defaults(run=run_report)
     return parser
 
 
@@ -188,21 +188,27 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of the class (of two: the second), e.g. momentum=0.9; may be repeated",
     )
-    add("--dtype", type=dtype_of, help="of the parameters: fp32, bf16, fp16 (default: the model's)")
-    add("--master", type=dtype_of, help="keep sharded master copies, e.g. fp32")
+    add("--dtype", type=_dtype, help="of the parameters: fp32, bf16, fp16 (default: the model's)")
+    add(
+        "--master",
+        type=_dtype,
+        metavar="MASTER",
+        dest="master_dtype",
+        help="keep sharded master copies, e.g. fp32",
+    )
     add("--attached", action="store_true", help="with optimizer.attach(module)")
     add("--under-ddp", action="store_true", help="attached to a DDP module, not to a bare one")
     add("--lazy-gather", action="store_true", help="attach(..., lazy_gather=True)")
     add("--no-sync", action="store_true", help="gradients are accumulated inside no_sync()")
-    add("--reduce-dtype", type=dtype_of, help="attach(..., reduce_dtype=...)")
-    add("--bucket-view", action="store_true", help="parameters_as_bucket_view=True")
+    add("--reduce-dtype", type=_dtype, help="attach(..., reduce_dtype=...)")
+    view = "parameters_as_bucket_view"
+    add("--bucket-view", action="store_true", dest=view, help="parameters_as_bucket_view=True")
     add("--bucket-mb", type=float, metavar="MB", help="size of a bucket (default: 25 or less)")
     add("--partition", choices=PARTITIONS, default="auto", help="(default: auto)")
     add("--backend", choices=BACKENDS, default="nccl", help="(default: nccl)")
 
 
-def ranks(text: str) -> int:
-    """A number of ranks."""
+def _ranks(text: str) -> int:
     if not text.isdecimal() or len(text) > len(str(_MOST_RANKS)) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number of ranks, got {text[:80]!r}")
     if int(text) > _MOST_RANKS:
@@ -210,7 +216,7 @@ def ranks(text: str) -> int:
     return int(text)
 
 
-def dtype_of(text: str) -> torch.dtype:
+def _dtype(text: str) -> torch.dtype:
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
     return _DTYPES[text]
@@ -226,24 +232,6 @@ def _option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-_BANDWIDTHS = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gb": 1e9, "mb": 1e6, "tb": 1e12}
-_LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-def bandwidth(text: str) -> float:
-    """Bytes per second.
-
-    >>> bandwidth("400Gbit/s"), bandwidth("50GB")
-    (50000000000.0, 50000000000.0)
-    """
-    return _quantity(text, _BANDWIDTHS, "400Gbit/s or 50GB/s")
-
-
-def latency(text: str) -> float:
-    """Seconds."""
-    return _quantity(text, _LATENCIES, "10us or 0.5ms")
-
-
 def _quantity(text: str, units: dict[str, float], example: str) -> float:
     found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([a-z]+?)(?:/s)?", text.strip().lower())
     unit = units.get(found[2]) if found else None
@@ -256,43 +244,7 @@ def _quantity(text: str, units: dict[str, float], example: str) -> float:
     return number * unit
 
 
-# ------------------------------------------------------------------ estimate
-
-
-def run_estimate(arguments: argparse.Namespace) -> str:
-    if arguments.latency and not arguments.bandwidth:
-        raise BadArgument("--latency needs --bandwidth, e.g. --bandwidth 400Gbit/s")
-    columns = _estimates(arguments, arguments.world)
-    rate, delay = arguments.bandwidth, arguments.latency or 0.0
-    if arguments.json:
-        found = [_with_times(each, rate, delay) if rate else each.as_dict() for each in columns]
-        return json.dumps([{"model": arguments.model, **each} for each in found], indent=1)
-    first = columns[0]
-    is_comparable = len(first.spec.classes) == 1  # torch's class can run one class only
-    sent = "sent or received per step by the busiest rank"
-    blocks = [
-        f"{arguments.model}: {first.in_words()}",
-        _memory(columns),
-        _compared("total beside others", columns, lambda each: in_bytes(each.memory.total)),
-        _compared(sent, columns, lambda each: in_bytes(each.wire.numbytes)),
-    ]
-    if rate:
-        title = f"its time at {in_bytes(rate)}/s and {in_seconds(delay)}"
-        times = _compared(title, columns, lambda each: in_seconds(each.wire.seconds(rate, delay)))
-        blocks.append(times)
-    balance = [["  onecopy", *(f"{each.imbalance:.3f}" for each in columns)]]
-    remarks = ["Activations are not counted.", *first.remarks()]
-    if is_comparable:
-        balance.append(["  torch's class", *(f"{each.torchs_imbalance:.3f}" for each in columns)])
-    else:
-        remarks.append("torch's class can run one optimizer class only.")
-    if rate:
-        remarks.append(
-            "Times are those of the alpha-beta model: log2(ranks) latencies for each collective "
-            "and the bytes at full bandwidth, with nothing hidden behind computation."
-        )
-    blocks.append(_table("elements on the fullest rank / even share", columns, balance))
-    return "\n\n".join([*blocks, textwrap.fill(" ".join(remarks), 86)])
+# ------------------------------------------------------------------ commands
 
 
 def _estimates(arguments: argparse.Namespace, world_sizes: Sequence[int]) -> list[Estimate]:
@@ -301,92 +253,89 @@ def _estimates(arguments: argparse.Namespace, world_sizes: Sequence[int]) -> lis
             raise BadArgument(f"--{name.replace('_', '-')} needs --attached")
     if arguments.bucket_mb is not None and not 0 < arguments.bucket_mb < math.inf:
         raise BadArgument(f"--bucket-mb must be positive, got {arguments.bucket_mb:g}")
-    if arguments.master not in (None, torch.float32, torch.float64):
+    if arguments.master_dtype not in (None, torch.float32, torch.float64):
         raise BadArgument("--master must be fp32 or fp64")
     model, optimizer_class = load_optimizer(arguments.optimizer, load_model(arguments.model))
-    spec = ModelSpec.of(
-        model,
-        optimizer_class,
-        dtype=arguments.dtype,
-        partition=arguments.partition,
-        master_dtype=arguments.master,
-        defaults=dict(arguments.option),
-    )
-    setting = Setting(
-        attached=arguments.attached,
-        under_ddp=arguments.under_ddp,
-        lazy_gather=arguments.lazy_gather,
-        reduce_dtype=arguments.reduce_dtype,
-        parameters_as_bucket_view=arguments.bucket_view,
-        backend=arguments.backend,
-        no_sync=arguments.no_sync,
-    )
-    return [Estimate(spec, spec.plan(size, arguments.bucket_mb), setting) for size in world_sizes]
+    how = {name: getattr(arguments, name) for name in _ARGUMENTS_OF_ESTIMATE}
+    options = dict(arguments.option)
+    return [estimate(model, optimizer_class, size, **how, **options) for size in world_sizes]
 
 
-def _table(title: str, columns: Sequence[Estimate], rows: Sequence[Sequence[str]]) -> str:
-    return table([[title, *(plural(each.world_size, "rank") for each in columns)], *rows])
+def run_estimate(arguments: argparse.Namespace) -> str:
+    if arguments.latency and not arguments.bandwidth:
+        raise BadArgument("--latency needs --bandwidth, e.g. --bandwidth 400Gbit/s")
+    columns = _estimates(arguments, arguments.world)
+    rate, delay = arguments.bandwidth, arguments.latency or 0.0
+    if arguments.json:
+        found = [each.as_dict(rate, delay) for each in columns]
+        return json.dumps([{"model": arguments.model, **each} for each in found], indent=1)
 
+    def block(title: str, rows: Iterable[tuple[str, Iterable[str]]]) -> str:
+        """A table with a column for each estimate."""
+        head = [title, *(plural(each.world_size, "rank") for each in columns)]
+        return table([head, *([f"  {name}", *cells] for name, cells in rows)])
 
-def _memory(columns: Sequence[Estimate]) -> str:
+    def compared(title: str, cell: Callable[[Baseline], str]) -> str:
+        """A row for us and one for each of the others."""
+        ways = zip(*(each.ways for each in columns), strict=True)
+        return block(title, [(same[0].name, map(cell, same)) for same in ways])
+
+    first = columns[0]
+    sent = "sent or received per step by the busiest rank"
+    memory = []
     parts = [{**each.fullest.as_dict(), "total": each.fullest.total} for each in columns]
-    rows = []
     for name in dict.fromkeys(name for part in parts for name in part):
         counts = [part.get(name, 0) for part in parts]
-        text = name.replace("_copies", " copies").replace("state/", "state: ")
         if any(counts):
-            text = "DDP's buckets" if name == "ddp_buckets" else text
-            rows.append([f"  {text}", *map(in_bytes, counts)])
-    return _table("memory of the fullest rank", columns, rows)
-
-
-def _compared(title: str, columns: Sequence[Estimate], cell: Callable[[Baseline], str]) -> str:
-    """A row for us and one for each of the others."""
-    ways = [[Baseline("onecopy", each.fullest, each.wire), *each.peers] for each in columns]
-    rows = [[f"  {same[0].name}", *map(cell, same)] for same in zip(*ways, strict=True)]
-    return _table(title, columns, rows)
-
-
-def _with_times(estimate: Estimate, rate: float, delay: float) -> dict[str, Any]:
-    found = {**estimate.as_dict(), "seconds": estimate.wire.seconds(rate, delay)}
-    for peer in estimate.peers:
-        found["peers"][peer.name]["seconds"] = peer.wire.seconds(rate, delay)
-    return found
-
-
-# ------------------------------------------------------------------ plan and report
+            text = name.replace("_copies", " copies").replace("state/", "state: ")
+            text = text.replace("ddp_buckets", "DDP's buckets")
+            memory.append((text, map(in_bytes, counts)))
+    blocks = [
+        f"{arguments.model}: {first.in_words()}",
+        block("memory of the fullest rank", memory),
+        compared("total beside others", lambda each: in_bytes(each.memory.total)),
+        compared(sent, lambda each: in_bytes(each.wire.numbytes)),
+    ]
+    if rate:
+        title = f"its time at {in_bytes(rate)}/s and {in_seconds(delay)}"
+        blocks.append(compared(title, lambda each: in_seconds(each.wire.seconds(rate, delay))))
+    balance = [("onecopy", [f"{each.imbalance:.3f}" for each in columns])]
+    remarks = ["Activations are not counted.", *first.remarks()]
+    if len(first.spec.classes) == 1:
+        balance.append(("torch's class", [f"{each.torchs_imbalance:.3f}" for each in columns]))
+    else:
+        remarks.append("torch's class can run one optimizer class only.")
+    if rate:
+        remarks.append(
+            "Times are those of the alpha-beta model: log2(ranks) latencies for each collective "
+            "and the bytes at full bandwidth, with nothing hidden behind computation."
+        )
+    blocks.append(block("elements on the fullest rank / even share", balance))
+    return "\n\n".join([*blocks, textwrap.fill(" ".join(remarks), 86)])
 
 
 def run_plan(arguments: argparse.Namespace) -> str:
     if arguments.json and arguments.html:
         raise BadArgument("--json and --html are two forms of the same: choose one")
-    (estimate,) = _estimates(arguments, [arguments.world])
+    (found,) = _estimates(arguments, [arguments.world])
     if arguments.json:
-        return json.dumps(estimate.plan_as_dict(arguments.model), indent=1)
+        return json.dumps(found.plan_as_dict(arguments.model), indent=1)
     if arguments.html:
-        arguments.html.write_text(plan_page(estimate, arguments.model), encoding="utf-8")
+        arguments.html.write_text(plan_page(found, arguments.model), encoding="utf-8")
         return str(arguments.html)
-    plan, torchs = estimate.plan, ""
-    if len(estimate.spec.classes) == 1:  # torch's class can run one class only
-        torchs = f" (torch's class: {estimate.torchs_imbalance:.3f})"
-    summary = (
-        f"{plural(len(plan.buckets), 'bucket')} of at most {in_bytes(plan.bucket_bytes)}, "
-        f"{plural(sum(estimate.shards), 'shard')}\n"
-        f"elements on the fullest rank / even share: {estimate.imbalance:.3f}{torchs}"
+    torchs = ""
+    if len(found.spec.classes) == 1:  # torch's class can run one class only
+        torchs = f" (torch's class: {found.torchs_imbalance:.3f})"
+    return "\n\n".join(
+        [
+            f"{arguments.model}: {found.in_words()}",
+            f"{plural(len(found.plan.buckets), 'bucket')} of at most "
+            f"{in_bytes(found.plan.bucket_bytes)}, {plural(sum(found.shards), 'shard')}\n"
+            f"elements on the fullest rank / even share: {found.imbalance:.3f}{torchs}",
+            _first_rows(found.rank_table(), arguments.all),
+            _first_rows(found.param_table(), arguments.all, left=4),
+        ]
     )
-    ranks = [["rank", "elements", "shards", "holds in all"]]
-    for rank in estimate.rank_rows():
-        counts = f"{rank.elements:,}", f"{rank.shards:,}", in_bytes(rank.total_bytes)
-        ranks.append([ranks_in_words([rank.ranks]), *counts])
-    params = [["parameter", "shape", "dtype", "kind", "bytes", "owners", "buckets"]]
-    for param in estimate.param_rows():
-        shape = " x ".join(map(str, param.shape)) or "scalar"
-        owners = ranks_in_words(param.owners, estimate.world_size)
-        size = in_bytes(param.bytes)
-        row = [param.name, shape, param.dtype, param.kind, size, owners, str(param.buckets)]
-        params.append(row)
-    tables = [_first_rows(ranks, arguments.all), _first_rows(params, arguments.all, left=4)]
-    return "\n\n".join([f"{arguments.model}: {estimate.in_words()}", summary, *tables])
 
 
 def run_report(arguments: argparse.Namespace) -> str:
@@ -394,21 +343,20 @@ def run_report(arguments: argparse.Namespace) -> str:
     if arguments.html:
         arguments.html.write_text(run_page(found), encoding="utf-8")
         return str(arguments.html)
-    blocks = [f"{found.title}: {found.in_words()}"]
-    for head, rows in (memory_table(found), rank_table(found), bucket_table(found)):
-        if rows:
-            blocks.append(_first_rows([head, *rows], arguments.all))
+    tables = (memory_table(found), rank_table(found), bucket_table(found))
     remark = (
         "Times are of one step, under the profiler; of a bucket in the mean over the ranks.\n"
         "Hidden times are upper bounds. On accelerators look at the traces themselves."
     )
     if not found.traces[0].is_attached:
         remark += "\nDDP's all-reduce is not ours, and not counted."
-    return "\n\n".join([*blocks, remark])
+    shown = [_first_rows(each, arguments.all) for each in tables if each[1]]
+    return "\n\n".join([f"{found.title}: {found.in_words()}", *shown, remark])
 
 
-def _first_rows(rows: Sequence[Sequence[str]], shows_all: bool, left: int = 1) -> str:
-    """A table, and how many of its rows are not shown. The first of ``rows`` is the head."""
-    shown = rows if shows_all else rows[: _SHOWN_ROWS + 1]
+def _first_rows(content: Table, shows_all: bool, left: int = 1) -> str:
+    """A table, and how many of its rows are not shown."""
+    head, rows = content
+    shown = rows if shows_all else rows[:_SHOWN_ROWS]
     hidden = len(rows) - len(shown)
-    return table(shown, left) + (f"\n... and {hidden:,} more: --all" if hidden else "")
+    return table([head, *shown], left) + (f"\n... and {hidden:,} more: --all" if hidden else "")

@@ -1,22 +1,35 @@
-"""What a training takes of every rank, before the run; who owns what, in rows."""
+"""What a training takes of every rank, before the run; who owns what, in rows.
+
+The parameters of a model, or shapes, become parameters on the meta device. Groups, policies,
+registry and plan are made of them as of real ones, by the same functions.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from onecopy.planning.layout import is_dense
-from onecopy.planning.param_groups import forces_c10d, grad_dtype, gradient_dtype
+from onecopy.planning.param_groups import (
+    ParamRegistry,
+    PartitionPolicy,
+    Settings,
+    empty_plan,
+    forces_c10d,
+    grad_dtype,
+    gradient_dtype,
+    take_groups,
+    update_dtype,
+)
 from onecopy.planning.plan import Plan
 from onecopy.planning.sizes import (
-    Counts,
     Links,
     MemoryReport,
     StagingSizes,
@@ -24,21 +37,155 @@ from onecopy.planning.sizes import (
     imbalance,
     slot_elements,
 )
-from onecopy.planning.text import plural
-from onecopy.planning.traits import Kind, StateBytes
+from onecopy.planning.text import in_bytes, plural
+from onecopy.planning.traits import Kind, StateBytes, StateTemplate
 from onecopy.tools.baselines import (
     Baseline,
     CommModel,
-    CommPart,
-    all_reduce,
-    baselines_of,
+    evenly,
+    evenly_sharded,
     from_owners,
+    torch_class,
     torch_loads,
 )
-from onecopy.tools.model_spec import ModelSpec
 from onecopy.version import __version__
 
+# ------------------------------------------------------------------ what is trained
+
+
+class ModelSpec:
+    """Parameters without memory, in groups, with the classes that update them."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer_class: type[Optimizer],
+        dtype: torch.dtype | None,
+        settings: Settings,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        settings.validate({})
+        self.master_dtype = settings.master_dtype
+        self.registry = ParamRegistry()
+        self.templates: list[StateTemplate] = []  # by group
+        stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+        names: dict[torch.Tensor, str] = {}  # by stand-in
+        policies = PartitionPolicy(optimizer_class, settings, defaults)
+        for listed in _groups_of(model, optimizer_class, dtype):
+            group = _without_memory(listed, dtype, stand_ins)
+            for param, name in zip(group["params"], group["param_names"], strict=True):
+                names.setdefault(param, name)
+            policy = policies.of(group, defaults)
+            of_class = defaults if policy.optimizer_class is optimizer_class else {}
+            self.templates.append(StateTemplate.of(policy.optimizer_class, group, of_class))
+            self.registry = self.registry.with_group(group, policy)
+        self.params: Sequence[torch.Tensor] = self.registry.params  # by index in the plan
+        self.names = [names[param] for param in self.params]
+        # Or on the meta device, or shapes: not on an accelerator.
+        self.on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
+        self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
+        self._bytes_of_shards = [functools.cache(t.bytes_of_shards) for t in self.templates]
+        self._bytes_of_tensor = [functools.cache(t.bytes_of_tensor) for t in self.templates]
+
+    def plan(self, world_size: int, bucket_mb: float | None) -> Plan:
+        """The plan that the optimizer makes on so many ranks."""
+        nothing = empty_plan([{"params": self.params}], world_size, bucket_mb)
+        return self.registry.extend(nothing, self.registry.to_plan(nothing))
+
+    def state_bytes(self, param: int, has_master: bool = True) -> StateBytes:
+        """Of a parameter that may be cut."""
+        dtype = update_dtype(self.params[param].dtype, self.master_dtype if has_master else None)
+        return self._bytes_of_shards[self.registry.entries[param].group](dtype)
+
+    def state_of(self, param: int, has_master: bool = True) -> Mapping[str, int]:
+        """Bytes of the state of a whole parameter, by key."""
+        tensor, group = self.params[param], self.registry.entries[param].group
+        if self.registry.policies[group].kind is Kind.ELEMENTWISE and is_dense(tensor):
+            return self.state_bytes(param, has_master).of(tensor.numel(), 1)
+        dtype = update_dtype(tensor.dtype, self.master_dtype if has_master else None)
+        return self._bytes_of_tensor[group](tensor.shape, dtype)
+
+
+def _groups_of(model: Any, optimizer_class: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
+    if isinstance(model, torch.nn.Module):
+        model = list(model.named_parameters())
+        if not model:
+            raise ValueError("the model has no parameters")
+    elif isinstance(model, Mapping):
+        model = [(str(name), _of_shape(shape, dtype)) for name, shape in model.items()]
+    elif isinstance(model, Sequence) and model and all(map(_is_shape, model)):
+        model = [_of_shape(shape, dtype) for shape in model]
+    groups, refusal = take_groups(model, optimizer_class)
+    if refusal is not None:
+        raise refusal
+    return groups
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(size, int) for size in value)
+
+
+def _of_shape(shape: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
+    if not _is_shape(shape) or any(size < 0 for size in shape):
+        raise ValueError(f"expected the shape of a parameter, such as (768, 3072), got {shape!r}")
+    return torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
+
+def _without_memory(
+    group: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    stand_ins: dict[torch.Tensor, torch.Tensor],
+) -> dict[str, Any]:
+    """The group with a stand-in on the meta device and a name for each parameter; one that is
+    listed twice has one stand-in."""
+    names, params = [], []
+    given = group.get("param_names")
+    for number, entry in enumerate(group["params"]):
+        name, param = entry if isinstance(entry, tuple) else ("", entry)
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"expected parameters, got {type(param).__name__}: {param!r}")
+        names.append(str(name or (given[number] if given else f"parameter {number}")))
+        if param not in stand_ins:
+            target = dtype if dtype is not None and param.is_floating_point() else param.dtype
+            # Why strides: a tensor with gaps in its memory is not cut.
+            new = torch.empty_strided(param.shape, param.stride(), dtype=target, device="meta")
+            if isinstance(param, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=param.requires_grad)
+            stand_ins[param] = new
+        params.append(stand_ins[param])
+    return {**group, "params": params, "param_names": names}
+
+
+# ------------------------------------------------------------------ how
+
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the optimizer is run; the names are those of its own arguments."""
+
+    attached: bool = False
+    under_ddp: bool = False  # attached to a DDP module, which keeps its buckets
+    lazy_gather: bool = False
+    reduce_dtype: torch.dtype | None = None
+    parameters_as_bucket_view: bool = False
+    backend: str = "nccl"
+    no_sync: bool = False  # gradients are accumulated inside no_sync()
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
+            if getattr(self, name) and not self.attached:
+                raise ValueError(f"{name} means something in attached mode only: attached=True")
+
+
+# ------------------------------------------------------------------ what it takes
+
 Ranges = tuple[tuple[int, int], ...]  # of ranks: first and last
+Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
 class RankRow(NamedTuple):
@@ -64,45 +211,6 @@ class ParamRow(NamedTuple):
     buckets: int
 
 
-def ranks_in_words(ranges: Sequence[tuple[int, int]], world_size: int = 1) -> str:
-    """The ranks in ranges (first, last).
-
-    >>> ranks_in_words([(0, 3), (5, 5)], 8), ranks_in_words([(0, 7)], 8)
-    ('0-3, 5', 'all')
-    """
-    if world_size > 1 and list(ranges) == [(0, world_size - 1)]:
-        return "all"
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-BACKENDS = ("nccl", "gloo")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How the optimizer is run; the names are those of its own arguments."""
-
-    attached: bool = False
-    under_ddp: bool = False  # attached to a DDP module, which keeps its buckets
-    lazy_gather: bool = False
-    reduce_dtype: torch.dtype | None = None
-    parameters_as_bucket_view: bool = False
-    backend: str = "nccl"
-    no_sync: bool = False  # gradients are accumulated inside no_sync()
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
-        for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
-            if getattr(self, name) and not self.attached:
-                raise ValueError(f"{name} means something in attached mode only: attached=True")
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the collectives of the backend are used, not messages and shared memory."""
-        return self.backend != "gloo" or forces_c10d(os.environ)
-
-
 class Estimate:
     """Bytes on every rank, bytes that travel, and the same of other ways to train.
 
@@ -114,6 +222,34 @@ class Estimate:
         self.plan = plan
         self.setting = setting
         self.world_size = plan.world_size
+        self._kinds = {param: stream.kind for stream in plan.streams for param in stream.params}
+        self._trained = [spec.params[param] for param in sorted(plan.params)]
+        self._parameter_bytes = sum(param.nbytes for param in spec.params)
+        self._trained_bytes = sum(param.nbytes for param in self._trained)
+        # Of all gradients, as backward leaves them.
+        self._gradient_bytes = sum(p.numel() * grad_dtype(p).itemsize for p in self._trained)
+        self._count_owned()
+        self.imbalance = imbalance(self.loads)  # elements on the fullest rank / an even share
+        self.torchs_loads = torch_loads(spec.registry.entries, self.world_size)
+        self.torchs_imbalance = imbalance(self.torchs_loads)  # of the partition of torch's class
+        native = setting.backend != "gloo" or forces_c10d(os.environ)
+        self._staging = self._staging_sizes(native)
+        self._held = [self._gradient_bytes] * self.world_size
+        gradients = evenly("all-reduce", self._gradient_bytes, self.world_size, rounds=2)
+        if setting.attached:
+            slots = list(enumerate(slot_elements(plan)))
+            self._held = self._by_rank((self._held_dtype(i).itemsize, of) for i, of in slots)
+            sent = self._by_rank((self._wire_dtype(i).itemsize, of) for i, of in slots)
+            gradients = from_owners("reduce-scatter", sent, len(plan.buckets), direct=True)
+        if setting.no_sync:  # all gradients are held besides, in the dtype of the master copies
+            sizes = ((p.numel(), gradient_dtype(p, spec.master_dtype)) for p in self._trained)
+            accumulated = sum(numel * dtype.itemsize for numel, dtype in sizes)
+            self._held = [held + accumulated for held in self._held]
+        gather = from_owners("all-gather", self._owned_bytes, len(plan.buckets), not native)
+        self.wire = CommModel(self.world_size, (gradients, gather))  # what travels in a step
+        self._totals = [self.on(rank).total for rank in range(self.world_size)]
+        self.fullest_rank = self._totals.index(max(self._totals))  # the first of them
+        self.fullest = self.on(self.fullest_rank)
 
     def __str__(self) -> str:
         return str(self.fullest)
@@ -123,77 +259,52 @@ class Estimate:
         the fields are those of ``memory_report()``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
-        gradients = self._gradient_bytes
-        if self.setting.attached:
-            gradients = sum(held[rank] for held in self._held_gradients)
-            gradients += self._accumulated_bytes if self.setting.no_sync else 0
         return MemoryReport(
             parameters=self._parameter_bytes,
-            gradients=gradients,
-            state={key: of[rank] for key, of in sorted(self._state.items()) if of[rank]},
+            gradients=self._held[rank],
+            state={key: of[rank] for key, of in self._state.items() if of[rank]},
             master_copies=self._masters[rank],
             staging=self._staging.on(rank),
             ddp_buckets=self._trained_bytes if self.setting.under_ddp else 0,
         )
 
-    @cached_property
-    def fullest_rank(self) -> int:
-        """The rank that holds most; the first of them."""
-        return max(range(self.world_size), key=lambda rank: (self.on(rank).total, -rank))
-
-    @cached_property
-    def fullest(self) -> MemoryReport:
-        return self.on(self.fullest_rank)
-
-    @cached_property
-    def loads(self) -> list[int]:
-        """Elements that each rank owns and updates."""
-        return self._counts.loads(self.world_size)
-
-    @cached_property
-    def shards(self) -> list[int]:
-        """How many shards each rank owns."""
-        counts = self._counts.shards.values()
-        return [sum(of[rank] for of in counts) for rank in range(self.world_size)]
-
     @property
-    def imbalance(self) -> float:
-        """Elements on the fullest rank, relative to an even share."""
-        return imbalance(self.loads)
+    def ways(self) -> tuple[Baseline, ...]:
+        """This one, and the peers."""
+        return Baseline("onecopy", self.fullest, self.wire), *self.peers
 
-    @cached_property
-    def torchs_imbalance(self) -> float:
-        """The same for the partition of torch's class."""
-        return imbalance(torch_loads(self.spec, self.world_size))
-
-    @cached_property
-    def wire(self) -> CommModel:
-        """What travels in a step."""
-        direct = not self.setting.is_native
-        gather = from_owners("all-gather", self._owned_bytes, len(self.plan.buckets), direct)
-        return CommModel(self.world_size, (self._gradients_on_the_wire, gather))
-
-    @cached_property
+    @functools.cached_property
     def peers(self) -> tuple[Baseline, ...]:
         """DDP, torch's class (unless there are several optimizer classes), ZeRO-2 and ZeRO-3."""
-        return baselines_of(self.spec, self._gradient_bytes, self.world_size)
+        spec = self.spec
+        state: Counter[str] = Counter()
+        for param in sorted(self.plan.params):
+            state.update(spec.state_of(param))
+        sizes = self._parameter_bytes, self._gradient_bytes, state, sum(self._masters)
+        whole = MemoryReport(*sizes, staging=0, ddp_buckets=0)
+        ddp, *stages = evenly_sharded(whole, self._trained_bytes, self.world_size)
+        if len(spec.classes) > 1:
+            return ddp, *stages
+        own_state = functools.partial(spec.state_of, has_master=False)
+        torchs = torch_class(spec.registry.entries, own_state, whole, self.world_size)
+        return ddp, torchs, *stages
 
     # ------------------------------------------------------------------ in words and rows
 
     def in_words(self) -> str:
         """What is trained, and how."""
         spec, setting = self.spec, self.setting
-        dtypes = dict.fromkeys(_name_of(param.tensor.dtype) for param in spec.params)
-        frozen = len(spec.params) - len(spec.trained)
-        kinds = [*dtypes, *([f"{frozen} of them frozen"] if frozen else [])]
+        kinds = list(dict.fromkeys(_name_of(param.dtype) for param in spec.params))
+        if frozen := len(spec.params) - len(self._trained):
+            kinds.append(f"{frozen} of them frozen")
         classes = " and ".join(cls.__name__ for cls in spec.classes)
-        if any(map(spec.master_bytes, spec.trained)):
+        if any(self._masters):
             classes += f" on {_name_of(spec.master_dtype)} master copies"
         mode = "drop-in"
         if setting.attached:
             mode = "attached to DDP" if setting.under_ddp else "attached"
         return (
-            f"{sum(param.tensor.numel() for param in spec.params):,} parameters in "
+            f"{sum(param.numel() for param in spec.params):,} parameters in "
             f"{plural(len(spec.params), 'tensor')} ({', '.join(kinds)}), {classes}, {mode}, "
             f"{setting.backend}"
         )
@@ -208,42 +319,70 @@ class Estimate:
         return remarks + [f"{peer.name} {peer.remark}." for peer in self.peers if peer.remark]
 
     def rank_rows(self) -> list[RankRow]:
-        ranks = range(self.world_size)
-        facts = [(self.loads[rank], self.shards[rank], self.on(rank).total) for rank in ranks]
-        rows = []
-        for numbers, group in groupby(ranks, key=facts.__getitem__):
-            members = list(group)
-            rows.append(RankRow((members[0], members[-1]), *numbers))
+        rows: list[RankRow] = []
+        for rank, facts in enumerate(zip(self.loads, self.shards, self._totals, strict=True)):
+            if rows and rows[-1][1:] == facts:
+                rows[-1] = rows[-1]._replace(ranks=(rows[-1].ranks[0], rank))
+            else:
+                rows.append(RankRow((rank, rank), *facts))
         return rows
+
+    def rank_table(self) -> Table:
+        rows = [
+            [
+                rank_range(row.ranks),
+                f"{row.elements:,}",
+                f"{row.shards:,}",
+                in_bytes(row.total_bytes),
+            ]
+            for row in self.rank_rows()
+        ]
+        return ["rank", "elements", "shards", "holds in all"], rows
 
     def param_rows(self) -> list[ParamRow]:
         """The planned parameters, in the order of the model."""
         owners = _owners_of(self.plan)
         rows = []
-        for index in sorted(self.plan.params):
-            name, tensor, _ = self.spec.params[index]
-            rows.append(
-                ParamRow(
-                    *(index, name, tuple(tensor.shape), _name_of(tensor.dtype)),
-                    *(self._kinds[index].value, tensor.numel(), tensor.nbytes),
-                    *owners[index],
-                )
-            )
+        for index, param in zip(sorted(self.plan.params), self._trained, strict=True):
+            form = tuple(param.shape), _name_of(param.dtype), self._kinds[index].value
+            sizes = param.numel(), param.nbytes
+            rows.append(ParamRow(index, self.spec.names[index], *form, *sizes, *owners[index]))
         return rows
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fullest rank, and beside it the peers."""
+    def param_table(self) -> Table:
+        rows = []
+        for row in self.param_rows():
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            everyone = self.world_size > 1 and row.owners == ((0, self.world_size - 1),)
+            owners = "all" if everyone else ", ".join(map(rank_range, row.owners))
+            form = [row.name, shape, row.dtype, row.kind]
+            rows.append([*form, in_bytes(row.bytes), owners, str(row.buckets)])
+        return ["parameter", "shape", "dtype", "kind", "bytes", "owners", "buckets"], rows
+
+    def as_dict(self, bandwidth: float | None = None, latency: float = 0.0) -> dict[str, Any]:
+        """For JSON: the fullest rank, and beside it the peers; the time of a step if there is a
+        bandwidth."""
+
+        def numbers(way: Baseline) -> dict[str, Any]:
+            seconds = {"seconds": way.wire.seconds(bandwidth, latency)} if bandwidth else {}
+            return {
+                "memory": {**way.memory.as_dict(), "total": way.memory.total},
+                "wire": {part.name: part.numbytes for part in way.wire.parts},
+                **seconds,
+            }
+
+        ours, *peers = self.ways
         return {
             "world_size": self.world_size,
             "mode": "attached" if self.setting.attached else "drop-in",
             "backend": self.setting.backend,
-            "elements": sum(param.tensor.numel() for param in self.spec.params),
+            "elements": sum(param.numel() for param in self.spec.params),
             "trained_elements": sum(self.loads),
             "fullest_rank": self.fullest_rank,
-            **_memory_and_wire(self.fullest, self.wire),
+            **numbers(ours),
             "imbalance": self.imbalance,
             "torchs_imbalance": self.torchs_imbalance,
-            "peers": {peer.name: _memory_and_wire(peer.memory, peer.wire) for peer in self.peers},
+            "peers": {peer.name: numbers(peer) for peer in peers},
         }
 
     def plan_as_dict(self, model: str) -> dict[str, Any]:
@@ -258,93 +397,45 @@ class Estimate:
             "buckets": len(self.plan.buckets),
         }
 
-    # ------------------------------------------------------------------ what is owned
+    # ------------------------------------------------------------------ counts
 
-    @cached_property
-    def _kinds(self) -> dict[int, Kind]:
-        """By planned parameter."""
-        return {param: stream.kind for stream in self.plan.streams for param in stream.params}
+    def _count_owned(self) -> None:
+        """What each rank owns."""
+        spec, plan = self.spec, self.plan
 
-    @cached_property
-    def _counts(self) -> Counts:
-        """By bytes of the state (of elementwise classes), and by the bytes of an element in the
-        master copy and in the parameter."""
-        spec = self.spec
-
-        def label(param: int) -> tuple[StateBytes | None, int, int]:
+        def label_of(param: int) -> tuple[StateBytes | None, int, int]:
+            dtype = spec.params[param].dtype
+            master = update_dtype(dtype, spec.master_dtype)
             state = spec.state_bytes(param) if self._kinds[param] is Kind.ELEMENTWISE else None
-            return state, spec.master_bytes(param), spec.params[param].tensor.itemsize
+            return state, 0 if master == dtype else master.itemsize, dtype.itemsize
 
-        return count_elements(self.plan, label)
-
-    @cached_property
-    def _state(self) -> dict[str, list[int]]:
-        """Bytes by key and rank."""
-        found: dict[str, list[int]] = {}
-
-        def add(key: str, rank: int, count: int) -> None:
-            found.setdefault(key, [0] * self.world_size)[rank] += count
-
-        for label, elements in self._counts.elements.items():
-            assert isinstance(label, tuple)
-            if label[0] is not None:
-                shards = self._counts.shards[label]
-                for rank in range(self.world_size):
-                    for key, count in label[0].of(elements[rank], shards[rank]).items():
-                        add(key, rank, count)
-        for stream in self.plan.streams:
+        counts = count_elements(plan, label_of)
+        elements: Mapping[Any, list[int]] = counts.elements
+        self.loads = self._by_rank((1, of) for of in elements.values())  # elements
+        self.shards = self._by_rank((1, of) for of in counts.shards.values())
+        # Bytes of the parameters, and of their master copies.
+        self._owned_bytes = self._by_rank((label[2], of) for label, of in elements.items())
+        self._masters = self._by_rank((label[1], of) for label, of in elements.items())
+        state: defaultdict[str, list[int]] = defaultdict(lambda: [0] * self.world_size)
+        for label, of in elements.items():
+            for rank in range(self.world_size) if label[0] else ():
+                for key, count in label[0].of(of[rank], counts.shards[label][rank]).items():
+                    state[key][rank] += count
+        for stream in plan.streams:
             for param, owner in zip(stream.params, stream.owners, strict=False):
-                for key, count in self.spec.state_of(param).items():
-                    add(key, owner, count)
-        return found
+                for key, count in spec.state_of(param).items():
+                    state[key][owner] += count
+        self._state = dict(sorted(state.items()))
 
-    @cached_property
-    def _masters(self) -> list[int]:
-        """Bytes of the master copies, by rank."""
-        return self._owned(lambda label: label[1])
-
-    @cached_property
-    def _owned_bytes(self) -> list[int]:
-        """Bytes of the parameters, by owner."""
-        return self._owned(lambda label: label[2])
-
-    def _owned(self, itemsize: Callable[[Any], int]) -> list[int]:
-        sizes = [(itemsize(label), of) for label, of in self._counts.elements.items()]
-        return [sum(size * of[rank] for size, of in sizes) for rank in range(self.world_size)]
-
-    # ------------------------------------------------------------------ parameters and gradients
-
-    @cached_property
-    def _parameter_bytes(self) -> int:
-        return sum(param.tensor.nbytes for param in self.spec.params)
-
-    @cached_property
-    def _trained_bytes(self) -> int:
-        return sum(self.spec.params[param].tensor.nbytes for param in self.spec.trained)
-
-    @cached_property
-    def _gradient_bytes(self) -> int:
-        """Of all gradients, as backward leaves them."""
-        tensors = [self.spec.params[param].tensor for param in self.spec.trained]
-        return sum(tensor.numel() * grad_dtype(tensor).itemsize for tensor in tensors)
-
-    @cached_property
-    def _accumulated_bytes(self) -> int:
-        """Of all gradients inside ``no_sync()``, in the dtype of the master copies if there are."""
-        tensors = [self.spec.params[param].tensor for param in self.spec.trained]
-        master = self.spec.master_dtype
-        return sum(tensor.numel() * gradient_dtype(tensor, master).itemsize for tensor in tensors)
-
-    @cached_property
-    def _held_gradients(self) -> list[list[int]]:
-        """In attached mode: bytes by stream and rank."""
-        return [
-            [count * self._held_dtype(stream).itemsize for count in slots]
-            for stream, slots in enumerate(slot_elements(self.plan))
-        ]
+    def _by_rank(self, terms: Iterable[tuple[int, list[int]]]) -> list[int]:
+        """The sum of size times count, for each rank."""
+        totals = [0] * self.world_size
+        for size, counts in terms:
+            totals = [total + size * n for total, n in zip(totals, counts, strict=True)]
+        return totals
 
     def _first_of(self, stream: int) -> torch.Tensor:
-        return self.spec.params[self.plan.streams[stream].params[0]].tensor
+        return self.spec.params[self.plan.streams[stream].params[0]]
 
     def _held_dtype(self, stream: int) -> torch.dtype:
         return gradient_dtype(self._first_of(stream), self.spec.master_dtype)
@@ -354,65 +445,43 @@ class Estimate:
         given = self.setting.reduce_dtype if param.is_floating_point() else None
         return given or grad_dtype(param)
 
-    @property
-    def _gradients_on_the_wire(self) -> CommPart:
-        if not self.setting.attached:
-            return all_reduce(self._gradient_bytes, self.world_size)
-        owned = [0] * self.world_size
-        for stream, slots in enumerate(slot_elements(self.plan)):
-            size = self._wire_dtype(stream).itemsize
-            owned = [before + size * count for before, count in zip(owned, slots, strict=True)]
-        return from_owners("reduce-scatter", owned, len(self.plan.buckets), direct=True)
-
-    # ------------------------------------------------------------------ staging
-
-    def _reuses_gradients(self, stream: int) -> bool:
-        """Whether all-gathers of a stream share the memory from which its gradients were sent."""
-        is_eager = self.setting.attached and not self.setting.lazy_gather
-        return is_eager and self._wire_dtype(stream) == self._first_of(stream).dtype
-
-    @cached_property
-    def _staging(self) -> StagingSizes:
+    def _staging_sizes(self, native: bool) -> StagingSizes:
         setting = self.setting
-        messages = not setting.is_native and self.spec.on_cpu
-        local_ranks = self.world_size if messages else 1
-        staging = StagingSizes(self.plan, Links(setting.is_native, messages, local_ranks))
-        staging.add_all_gathers(
+        is_eager = setting.attached and not setting.lazy_gather
+        messages = not native and self.spec.on_cpu
+        links = Links(native, messages, self.world_size if messages else 1)
+        staging = StagingSizes(self.plan, links).add_all_gathers(
             setting.lazy_gather,
             setting.parameters_as_bucket_view,
-            lambda param: is_dense(self.spec.params[param].tensor),
-            self._reuses_gradients,
+            lambda param: is_dense(self.spec.params[param]),
+            # All-gathers of a stream share the memory from which its gradients were sent.
+            lambda stream: is_eager and self._wire_dtype(stream) == self._first_of(stream).dtype,
         )
         if setting.attached:
             staging.add_reduce_scatters(self._wire_dtype, self._held_dtype)
         return staging
 
 
-def _memory_and_wire(memory: MemoryReport, wire: CommModel) -> dict[str, Any]:
-    return {
-        "memory": {**memory.as_dict(), "total": memory.total},
-        "wire": {part.name: part.numbytes for part in wire.parts},
-    }
-
-
 def _name_of(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def rank_range(ends: tuple[int, int]) -> str:
+    return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
+
+
 def _owners_of(plan: Plan) -> dict[int, tuple[Ranges, int]]:
     """The ranks that own some of each parameter, and the number of buckets in which it lies."""
-    runs: dict[int, set[tuple[int, int]]] = {}
-    buckets: dict[int, int] = {}
+    runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # one in each bucket
     for stream in plan.streams:
         for param, owner in zip(stream.params, stream.owners, strict=False):
-            runs[param], buckets[param] = {(owner, owner)}, 1
+            runs[param].append((owner, owner))
     for number, bucket in enumerate(plan.buckets):
         if plan.streams[bucket.stream].kind is Kind.ELEMENTWISE:
             for segment in plan.segments(number):
                 last = segment.offset + segment.stop - segment.start - 1
                 run = plan.rank_at(number, segment.offset), plan.rank_at(number, last)
-                runs.setdefault(segment.param, set()).add(run)
-                buckets[segment.param] = buckets.get(segment.param, 0) + 1
+                runs[segment.param].append(run)
     found = {}
     for param, ranges in runs.items():
         merged: list[tuple[int, int]] = []
@@ -421,7 +490,7 @@ def _owners_of(plan: Plan) -> dict[int, tuple[Ranges, int]]:
                 merged[-1] = merged[-1][0], max(last, merged[-1][1])
             else:
                 merged.append((first, last))
-        found[param] = tuple(merged), buckets[param]
+        found[param] = tuple(merged), len(ranges)
     return found
 
 
@@ -470,12 +539,6 @@ def estimate(
         *(attached, under_ddp, lazy_gather, reduce_dtype, parameters_as_bucket_view, backend),
         no_sync=no_sync,
     )
-    spec = ModelSpec.of(
-        model_or_shapes,
-        optimizer_class,
-        dtype=dtype,
-        partition=partition,
-        master_dtype=master_dtype,
-        defaults=defaults,
-    )
+    settings = Settings(partition, master_dtype=master_dtype)
+    spec = ModelSpec(model_or_shapes, optimizer_class, dtype, settings, defaults)
     return Estimate(spec, spec.plan(world_size, bucket_mb), setting)

@@ -5,6 +5,7 @@ Presets are names with shapes. Modules are built on the meta device, so that the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -28,27 +29,18 @@ def numels(shapes: Shapes) -> list[int]:
 
 
 def _gpt2(layers: int, d: int) -> Shapes:
-    layer = {
-        "ln_1.weight": (d,),
-        "ln_1.bias": (d,),
-        "attn.c_attn.weight": (d, 3 * d),
-        "attn.c_attn.bias": (3 * d,),
-        "attn.c_proj.weight": (d, d),
-        "attn.c_proj.bias": (d,),
-        "ln_2.weight": (d,),
-        "ln_2.bias": (d,),
-        "mlp.c_fc.weight": (d, 4 * d),
-        "mlp.c_fc.bias": (4 * d,),
-        "mlp.c_proj.weight": (4 * d, d),
-        "mlp.c_proj.bias": (d,),
-    }
-    return {
-        "wte.weight": (50257, d),
-        "wpe.weight": (1024, d),
-        **_repeated("h", layers, layer),
-        "ln_f.weight": (d,),
-        "ln_f.bias": (d,),
-    }
+    layer = _biased(
+        {
+            "ln_1": (d,),
+            "attn.c_attn": (d, 3 * d),
+            "attn.c_proj": (d, d),
+            "ln_2": (d,),
+            "mlp.c_fc": (d, 4 * d),
+            "mlp.c_proj": (4 * d, d),
+        }
+    )
+    ends = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
+    return {**ends, **_repeated("h", layers, layer), **_biased({"ln_f": (d,)})}
 
 
 def _llama(layers: int, d: int, keys: int, hidden: int, tied: bool = False) -> Shapes:
@@ -73,7 +65,7 @@ def _llama(layers: int, d: int, keys: int, hidden: int, tied: bool = False) -> S
 
 
 def _resnet_50() -> Shapes:
-    shapes = _convolution("conv1", "bn1", (64, 3, 7, 7))
+    shapes = dict(_convolution("conv1", "bn1", (64, 3, 7, 7)))
     inputs = 64
     for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
         outputs = 4 * width
@@ -89,14 +81,22 @@ def _resnet_50() -> Shapes:
     return {**shapes, "fc.weight": (1000, inputs), "fc.bias": (1000,)}
 
 
-def _repeated(prefix: str, layers: int, layer: Shapes) -> dict[str, Shape]:
+def _repeated(prefix: str, layers: int, layer: Shapes) -> Shapes:
     return {f"{prefix}.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
 
 
-def _convolution(weight: str, norm: str, shape: Shape) -> dict[str, Shape]:
-    """A convolution without bias, and its batch normalisation."""
-    width = (shape[0],)
-    return {f"{weight}.weight": shape, f"{norm}.weight": width, f"{norm}.bias": width}
+def _biased(modules: Shapes) -> Shapes:
+    """Modules with a weight and a bias, by the shape of the weight."""
+    return {
+        f"{name}.{which}": shape if which == "weight" else shape[-1:]
+        for name, shape in modules.items()
+        for which in ("weight", "bias")
+    }
+
+
+def _convolution(name: str, norm: str, shape: Shape) -> Shapes:
+    """Without bias, and its batch normalisation."""
+    return {f"{name}.weight": shape, **_biased({norm: shape[:1]})}
 
 
 # GPT-2 and Llama 3.2 1B: the output layer is tied to the token embedding.
@@ -136,7 +136,7 @@ def load_model(text: str) -> Any:
     )
 
 
-def find_object(text: str, what: str) -> Any:
+def _find_object(text: str, what: str) -> Any:
     """``package.module:name``, looked for in the current directory, too."""
     module_name, _, path = text.partition(":")
     if not module_name or not path:
@@ -155,17 +155,15 @@ def find_object(text: str, what: str) -> Any:
 
 
 def _from_factory(text: str) -> Any:
-    factory = find_object(text, "factory")
+    factory = _find_object(text, "factory")
     if not callable(factory):
         return factory
     try:
-        with torch.device("meta"):
+        with contextlib.suppress(Exception), torch.device("meta"):
             return factory()
-    except Exception:  # it computes with values while it is built: then it needs memory
-        try:
-            return factory()
-        except Exception as error:
-            raise Failure(f"{text}() raised {_in_one_line(error)}") from error
+        return factory()  # it computes with values while it is built: then it needs memory
+    except Exception as error:
+        raise Failure(f"{text}() raised {_in_one_line(error)}") from error
 
 
 def _from_config(path: Path) -> Any:
@@ -202,9 +200,20 @@ def load_optimizer(text: str, model: Any) -> tuple[Any, type[Optimizer]]:
     if not plus:
         return model, _optimizer_class(first)
     of_matrices, of_the_rest = _optimizer_class(first), _optimizer_class(second)
-    named = _named_parameters(model)
-    matrices = [(name, param) for name, param in named if _is_inner_matrix(name, param)]
-    rest = [(name, param) for name, param in named if not _is_inner_matrix(name, param)]
+    if isinstance(model, torch.nn.Module):
+        named = list(model.named_parameters())
+    elif isinstance(model, Mapping):
+        with torch.device("meta"):
+            named = [(n, torch.nn.Parameter(torch.empty(tuple(s)))) for n, s in model.items()]
+    else:
+        raise Failure(
+            "two classes are shared out by name: the factory must return a module or shapes"
+        )
+    matrices: list[tuple[str, torch.Tensor]] = []
+    rest: list[tuple[str, torch.Tensor]] = []
+    for name, param in named:
+        is_inner_matrix = param.ndim == 2 and not _ENDS_OF_A_NETWORK.search(name)
+        (matrices if is_inner_matrix else rest).append((name, param))
     if not matrices or not rest:
         whom = second if not matrices else first
         raise Failure(f"all parameters would go to one class: say --optimizer {whom}")
@@ -213,7 +222,7 @@ def load_optimizer(text: str, model: Any) -> tuple[Any, type[Optimizer]]:
 
 def _optimizer_class(text: str) -> type[Optimizer]:
     if ":" in text:
-        found = find_object(text, "Class")
+        found = _find_object(text, "Class")
         if not (isinstance(found, type) and issubclass(found, Optimizer)):
             raise Failure(f"{text} is not a torch.optim.Optimizer")
         return found
@@ -228,19 +237,6 @@ def _optimizer_class(text: str) -> type[Optimizer]:
             "package.module:Class, or two of them as muon+adamw"
         )
     return classes[text.lower()]
-
-
-def _named_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(model, torch.nn.Module):
-        return list(model.named_parameters())
-    if isinstance(model, Mapping):
-        with torch.device("meta"):
-            return [(n, torch.nn.Parameter(torch.empty(tuple(s)))) for n, s in model.items()]
-    raise Failure("two classes are shared out by name: the factory must return a module or shapes")
-
-
-def _is_inner_matrix(name: str, param: torch.Tensor) -> bool:
-    return param.ndim == 2 and not _ENDS_OF_A_NETWORK.search(name)
 
 
 def _in_one_line(error: BaseException) -> str:

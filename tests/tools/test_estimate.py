@@ -19,7 +19,6 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from onecopy import ZeroRedundancyOptimizer, estimate
 from onecopy.planning.sizes import MemoryReport
-from onecopy.tools.baselines import torch_loads
 from onecopy.tools.models import PRESETS
 
 GIGA = 10**9
@@ -204,8 +203,8 @@ def test_the_peers_of_a_model_by_hand() -> None:
 def test_torchs_partition_is_that_of_torchs_class(name: str) -> None:
     shapes = PRESETS[name]()
     for world in (2, 8):
-        found = torch_loads(estimate(shapes, SGD, world).spec, world)
-        assert max(found) == torchs_largest_shard(shapes, world)
+        found = estimate(shapes, SGD, world)
+        assert max(found.torchs_loads) == torchs_largest_shard(shapes, world)
 
 
 def test_state_that_is_not_shaped_like_the_parameter_is_found_at_any_size() -> None:
@@ -247,8 +246,7 @@ def test_what_may_be_given() -> None:
     assert total(list(zip(named, params, strict=True))) == expected
     assert total([*params, params[0]]) == expected  # tied
     assert total(params, dtype=torch.bfloat16) == pytest.approx(expected / 2, rel=0.05)
-    spec = estimate(named, AdamW, 2).spec
-    assert [param.name for param in spec.params] == ["weight", "bias"]
+    assert estimate(named, AdamW, 2).spec.names == ["weight", "bias"]
 
 
 def test_frozen_parameters_are_held_and_nothing_more() -> None:

@@ -21,7 +21,7 @@ from onecopy.tools.models import PRESETS
 from onecopy.tools.pages.charts import (
     Bar,
     column_chart,
-    html_table,
+    folded_table,
     page,
     stacked_bars,
     strip,
@@ -77,8 +77,14 @@ def test_a_page_stays_small_and_needs_nothing_else(make: Any) -> None:
     assert "default-src 'none'" in html
 
 
+def test_the_charts_of_a_section_share_one_line_of_details() -> None:
+    for part in gpt2_page().split("<section")[1:]:
+        section, _, _ = part.partition("</section>")
+        assert section.count('<output class="detail"') == ('role="application"' in section)
+
+
 def test_a_huge_plan_is_drawn_in_groups() -> None:
-    groups = [tip for tip in tips(huge_page()) if tip.startswith("ranks 0–1023 ·")]
+    groups = [tip for tip in tips(huge_page()) if tip.startswith("ranks 0-1023 ·")]
     assert 30 <= len(groups) <= 80
     assert all("of it (even would be 6.2%)" in tip for tip in groups if " · " in tip)
     assert "model.embed_tokens.weight" in groups[0]
@@ -109,7 +115,7 @@ def test_bars_share_a_scale() -> None:
         Bar("a", [(1, 0, "t"), (0, 1, "none")], "1"),
         Bar("b", [(4, 0, "t")], "4"),
     ]
-    html = stacked_bars("Label.", bars, in_bytes, "detail")
+    html = stacked_bars("Label.", bars, in_bytes)
     assert "<span>0</span><span>4 B</span>" in html
     assert "width:25.000%" in html
     assert "width:100.000%" in html
@@ -117,7 +123,7 @@ def test_bars_share_a_scale() -> None:
 
 
 def test_columns_have_a_line_at_one() -> None:
-    html = column_chart("t", "f", [(2, "x")], top=4, role=0, ends=("a", "b"), detail="d")
+    html = column_chart("t", "f", [(2, "x")], top=4, role=0, ends=("a", "b"))
     assert 'y1="75.00"' in html
     assert 'y="50.00" width="996.00" height="50.00"' in html
 
@@ -129,7 +135,7 @@ def test_a_strip_names_what_there_is_room_for() -> None:
 
 
 def test_tables_and_pages_escape_their_text() -> None:
-    assert '<td class="name">&lt;b&gt;</td>' in html_table("c", ["h"], [["<b>"]])
+    assert '<td class="name">&lt;b&gt;</td>' in folded_table("c", (["h"], [["<b>"]]), ())
     assert "<h1>&lt;b&gt;</h1>" in page("<b>", "", [])
 
 
@@ -165,7 +171,8 @@ def test_text_and_marks_stand_out(theme: str) -> None:
 def test_keys_clicks_and_the_pointer_show_what_a_mark_says(tmp_path: Path) -> None:
     script = """
     const map = document.querySelector(".map");
-    const detail = document.getElementById(map.dataset.detail);
+    const line = chart => chart.closest("section").querySelector(".detail");
+    const detail = line(map);
     const press = key => {
       map.dispatchEvent(new KeyboardEvent("keydown", {key}));
       return detail.textContent;
@@ -181,7 +188,7 @@ def test_keys_clicks_and_the_pointer_show_what_a_mark_says(tmp_path: Path) -> No
     found.left = document.querySelectorAll(".on").length;
     const mark = document.querySelector(".bars .mark");
     mark.dispatchEvent(new MouseEvent("click", {bubbles: true}));
-    found.clicked = document.getElementById("memory-detail").textContent;
+    found.clicked = line(mark).textContent;
     mark.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 50, clientY: 50}));
     found.hovered = [tip.hidden, tip.textContent];
     found.unlabelled = [...document.querySelectorAll("[role=application]")]

@@ -229,6 +229,12 @@ def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
     assert f"rank 0: {state}" in found
 
 
+def test_the_charts_of_a_section_share_one_line_of_details(tmp_path: Path) -> None:
+    for part in run_page(recorded(tmp_path / "traces")).split("<section")[1:]:
+        section, _, _ = part.partition("</section>")
+        assert section.count('<output class="detail"') == ('role="application"' in section)
+
+
 def test_drop_in_and_one_rank_have_fewer_rows(tmp_path: Path) -> None:
     trace = trace_of(0, 1)
     for event in list(trace["traceEvents"]):
@@ -288,7 +294,7 @@ def test_too_many_marks_are_merged() -> None:
 
 def test_timelines_are_drawn_to_scale() -> None:
     rows = [Row("a", [Mark(1, 2, "x & y", role=3)]), Row("b", [], overlaps=True)]
-    html = timeline("Label.", rows, length=4, edges=[2], above="", detail="d")
+    html = timeline("Label.", rows, length=4, edges=[2], names=[])
     assert 'class="mark c3" x="250.00" y="1.00" width="250.00"' in html
     assert 'data-tip="x &amp; y"' in html
     assert '<line class="edge" x1="500.00"' in html
@@ -302,7 +308,7 @@ def test_timelines_are_drawn_to_scale() -> None:
 def test_keys_and_clicks_show_what_a_mark_says(tmp_path: Path) -> None:
     script = """
     const timeline = document.querySelectorAll(".timeline")[1];
-    const detail = document.getElementById(timeline.dataset.detail);
+    const detail = timeline.closest("section").querySelector(".detail");
     const press = key => {
       timeline.dispatchEvent(new KeyboardEvent("keydown", {key}));
       return detail.textContent;

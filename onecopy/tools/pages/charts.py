@@ -2,7 +2,7 @@
 
 A chart is a box that takes the focus. It holds rows of marks, and each mark carries a text
 (``data-tip``) that ``script.js`` shows when it is chosen by pointer or arrow keys. Arguments are
-text, which is escaped here, unless they are called ``content``, ``parts`` or ``above``.
+text, which is escaped here, unless they are called ``content`` or ``parts``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from importlib.resources import files
 from math import ceil
 
 from onecopy.planning.sizes import MemoryReport
-from onecopy.planning.text import in_bytes, in_seconds
+from onecopy.planning.text import in_bytes, in_seconds, name_ranks
+from onecopy.tools.estimate import Table
 from onecopy.version import __version__
 
 # Why: a parameter may be called anything, and must not make a browser load something.
@@ -23,6 +24,10 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
+    style, script = (
+        files("onecopy.tools.pages").joinpath(name).read_text(encoding="utf-8")
+        for name in ("style.css", "script.js")
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -33,7 +38,7 @@ def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
 <style>
-{_resource("style.css")}</style>
+{style}</style>
 </head>
 <body>
 <a class="skip" href="#content">Skip to the content</a>
@@ -47,25 +52,26 @@ def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
 </main>
 <div id="tip" role="presentation" hidden></div>
 <script>
-{_resource("script.js")}</script>
+{script}</script>
 </body>
 </html>
 """
 
 
-def section(title: str, *parts: str, long: bool = False) -> str:
-    """``long``: it may be broken over printed pages."""
+def section(title: str, text: str, *parts: str, chosen: str = "", long: bool = False) -> str:
+    """``chosen``: what the marks of its charts are. The script writes the text of the chosen mark
+    into a line below them; screen readers read it aloud. ``long``: the section may be broken over
+    printed pages."""
     kind = ' class="long"' if long else ""
-    return f"<section{kind}>\n<h2>{escape(title)}</h2>\n{chr(10).join(parts)}\n</section>"
+    content = [f"<p>{escape(text)}</p>", *parts]
+    if chosen:
+        hint = f"Choose {chosen}: click, or focus the chart and use the arrow keys."
+        content.append(f'<output class="detail" aria-live="polite">{escape(hint)}</output>')
+    return f"<section{kind}>\n<h2>{escape(title)}</h2>\n{chr(10).join(content)}\n</section>"
 
 
 def heading(text: str) -> str:
     return f'<h3 class="part">{escape(text)}</h3>'
-
-
-def paragraph(text: str, soft: bool = False) -> str:
-    kind = ' class="soft"' if soft else ""
-    return f"<p{kind}>{escape(text)}</p>"
 
 
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
@@ -77,32 +83,29 @@ def cards(items: Sequence[tuple[str, str, str]]) -> str:
     return f'<ul class="cards">\n{chr(10).join(found)}\n</ul>'
 
 
-def folded(summary: str, content: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>\n{content}\n</details>"
+_LISTED = 200  # rows of a table
 
 
-def html_table(
-    caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()
-) -> str:
-    """A table; the columns in ``numbers`` are aligned to the right."""
-
-    def cell(tag: str, at: int, text: str) -> str:
-        kind = ' class="number"' if at in numbers else ' class="name"' if at == 0 else ""
-        scope = ' scope="col"' if tag == "th" else ""
-        return f"<{tag}{kind}{scope}>{escape(text)}</{tag}>"
+def folded_table(title: str, content: Table, numbers: Sequence[int]) -> str:
+    """A table under its title, to be unfolded. Columns in ``numbers`` are aligned to the right."""
+    head, rows = content
+    if len(rows) > _LISTED:
+        title += f": the first {_LISTED:,} of {len(rows):,} rows"
 
     def line(tag: str, row: Sequence[str]) -> str:
-        return f"<tr>{''.join(cell(tag, at, text) for at, text in enumerate(row))}</tr>"
+        scope, cells = ' scope="col"' * (tag == "th"), []
+        for at, text in enumerate(row):
+            kind = ' class="number"' if at in numbers else ' class="name"' if at == 0 else ""
+            cells.append(f"<{tag}{kind}{scope}>{escape(text)}</{tag}>")
+        return f"<tr>{''.join(cells)}</tr>"
 
-    body = "\n".join(line("td", row) for row in rows)
+    body = "\n".join(line("td", row) for row in rows[:_LISTED])
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<thead>{line('th', head)}</thead>\n<tbody>\n{body}\n</tbody></table></div>"
+        f"<details><summary>{escape(title)}</summary>\n"
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
+        f"<thead>{line('th', head)}</thead>\n<tbody>\n{body}\n</tbody></table>"
+        "</div>\n</details>"
     )
-
-
-def _resource(name: str) -> str:
-    return files("onecopy.tools.pages").joinpath(name).read_text(encoding="utf-8")
 
 
 _WIDTH = 1000  # of a drawing, in its own units
@@ -144,10 +147,6 @@ class Bar:
     figure: str  # printed behind the bar
     is_strong: bool = False
 
-    @property
-    def size(self) -> float:
-        return sum(size for size, _, _ in self.parts)
-
 
 def legend(entries: Sequence[tuple[int, str]]) -> str:
     """The colours by role, and what they mean."""
@@ -155,11 +154,9 @@ def legend(entries: Sequence[tuple[int, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def stacked_bars(
-    label: str, bars: Sequence[Bar], in_words: Callable[[float], str], detail: str
-) -> str:
+def stacked_bars(label: str, bars: Sequence[Bar], in_words: Callable[[float], str]) -> str:
     """Horizontal bars on a scale from 0 to the longest; ``in_words`` makes its size text."""
-    longest = max((bar.size for bar in bars), default=0)
+    longest = max((sum(size for size, _, _ in bar.parts) for bar in bars), default=0)
     rows = []
     for bar in bars:
         parts = "".join(
@@ -177,13 +174,16 @@ def stacked_bars(
         '<div class="scale" aria-hidden="true"><span>0</span>'
         f"<span>{escape(in_words(longest))}</span></div>"
     )
-    return _framed("bars", label, "\n".join(rows), detail)
+    return _chart("bars", label, "\n".join(rows))
 
 
-def strip(parts: Sequence[tuple[str, float]]) -> str:
-    """Names above a chart of rows. Each is as wide as its share; the shares add up to 1."""
+Shares = Sequence[tuple[str, float]]  # names above a chart of rows; the shares add up to 1
+
+
+def strip(names: Shares) -> str:
+    """Each name is as wide as its share."""
     found = []
-    for name, share in parts:
+    for name, share in names:
         needed = (len(name) + 1) * _CHARACTER
         text = escape(name) if share >= needed else ""
         kind = ' class="roomy"' if share >= needed * _ON_A_PHONE else ""
@@ -191,62 +191,57 @@ def strip(parts: Sequence[tuple[str, float]]) -> str:
     return f'<div class="strip" aria-hidden="true">{"".join(found)}</div>'
 
 
-def ownership_map(label: str, rows: Sequence[Row], above: str, detail: str) -> str:
+def ownership_map(label: str, rows: Sequence[Row], names: Shares) -> str:
     """A row for each rank or group of ranks; the marks lie between 0 and 1."""
     height = min(max(len(rows) * 1.5, 3), 30)
-    return _framed("map", label, _drawn(rows, 1.0, height, above), detail)
+    return _chart("map", label, _drawn(rows, 1.0, height, names))
 
 
 def timeline(
-    label: str, rows: Sequence[Row], length: float, edges: Sequence[float], above: str, detail: str
+    label: str, rows: Sequence[Row], length: float, edges: Sequence[float], names: Shares
 ) -> str:
     """``length`` of the axis in seconds; ``edges`` are times that are marked by a line."""
-    full = sum(row.height for row in rows)
-    lines = "".join(
-        f'<line class="edge" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{full}"/>'
-        for at in (_WIDTH * edge / length for edge in edges)
-    )
     axis = (
         '<span></span><div class="axis" aria-hidden="true"><span>0</span>'
         f"<span>{in_seconds(length)}</span></div>"
     )
     shown = [replace(row, marks=merged_marks(row.marks)) for row in rows]
-    return _framed(
-        "map timeline", label, _drawn(shown, length, full / 8, above, lines) + axis, detail
-    )
+    height = sum(row.height for row in rows) / 8
+    return _chart("map timeline", label, _drawn(shown, length, height, names, edges) + axis)
 
 
-def _drawn(rows: Sequence[Row], length: float, height: float, above: str, lines: str = "") -> str:
+def _drawn(
+    rows: Sequence[Row], length: float, height: float, names: Shares, edges: Sequence[float] = ()
+) -> str:
     """``height`` on the page, in rem."""
+    scale = _WIDTH / length
     groups, top = [], 0
     for row in rows:
         subrows = in_subrows(row.marks) if row.overlaps else [row.marks]
         each = (row.height - 2) / max(len(subrows), 1)
-        places = [
-            (mark, top + 1 + number * each)
-            for number, marks in enumerate(subrows)
-            for mark in marks
-        ]
-        places.sort(key=lambda place: place[0].start)  # the order of the arrow keys
-        rectangles = "".join(_rectangle(mark, length, y, each - 0.4) for mark, y in places)
-        groups.append(f'<g class="row" style="--h:{row.hue:.0f}">{rectangles}</g>')
+        places = [(m, top + 1 + n * each) for n, marks in enumerate(subrows) for m in marks]
+        rectangles = []
+        for mark, y in sorted(places, key=lambda place: place[0].start):  # for the arrow keys
+            # Why: a mark that is narrower than a pixel could neither be seen nor be pointed at.
+            width = max((mark.stop - mark.start) * scale, 0.6 if mark.role is None else 1.5)
+            kind = "of-row" if mark.role is None else f"c{mark.role}"
+            pale = "" if mark.opacity >= 1 else f' fill-opacity="{max(mark.opacity, 0.12):.2f}"'
+            rectangles.append(
+                f'<rect class="mark {kind}" x="{mark.start * scale:.2f}" y="{y:.2f}" '
+                f'width="{width:.2f}" height="{each - 0.4:.2f}"{pale} '
+                f'data-tip="{escape(mark.tip)}"/>'
+            )
+        groups.append(f'<g class="row" style="--h:{row.hue:.0f}">{"".join(rectangles)}</g>')
         top += row.height
-    names = "".join(f'<span style="flex:{row.height}">{escape(row.name)}</span>' for row in rows)
+    titles = "".join(f'<span style="flex:{row.height}">{escape(row.name)}</span>' for row in rows)
+    lines = "".join(
+        f'<line class="edge" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{top}"/>'
+        for at in (edge * scale for edge in edges)
+    )
     return (
-        f'<span></span>{above}<div class="names" aria-hidden="true">{names}</div>'
+        f'<span></span>{strip(names)}<div class="names" aria-hidden="true">{titles}</div>'
         f'<div class="plot"><svg viewBox="0 0 {_WIDTH} {top}" preserveAspectRatio="none" '
         f'style="height:{height:g}rem" aria-hidden="true">{lines}{"".join(groups)}</svg></div>'
-    )
-
-
-def _rectangle(mark: Mark, length: float, y: float, height: float) -> str:
-    # Why: a mark that is narrower than a pixel could neither be seen nor be pointed at.
-    width = max((mark.stop - mark.start) / length * _WIDTH, 0.6 if mark.role is None else 1.5)
-    kind = "of-row" if mark.role is None else f"c{mark.role}"
-    pale = "" if mark.opacity >= 1 else f' fill-opacity="{max(mark.opacity, 0.12):.2f}"'
-    return (
-        f'<rect class="mark {kind}" x="{mark.start / length * _WIDTH:.2f}" y="{y:.2f}" '
-        f'width="{width:.2f}" height="{height:.2f}"{pale} data-tip="{escape(mark.tip)}"/>'
     )
 
 
@@ -297,7 +292,6 @@ def column_chart(
     top: float,
     role: int,
     ends: Sequence[str],
-    detail: str,
 ) -> str:
     """Vertical bars, given by size and tip. ``top`` is the end of the scale; a dashed line marks
     1, the even share."""
@@ -318,27 +312,17 @@ def column_chart(
     )
     return (
         f'<div class="columns"><h3><span>{escape(title)}</span><span>{escape(figure)}</span></h3>'
-        f"{_focusable('', f'{title}: {figure}.', content, detail)}"
+        f"{_chart('', f'{title}: {figure}.', content)}"
         f'<div class="axis" aria-hidden="true">{axis}</div></div>'
     )
 
 
-def detail_line(detail: str, hint: str) -> str:
-    """Where the script writes the text of the chosen mark; screen readers read it aloud."""
-    return f'<output class="detail" id="{detail}" aria-live="polite">{escape(hint)}</output>'
-
-
-def _framed(kind: str, label: str, content: str, detail: str) -> str:
-    return f"<figure>{_focusable(kind, label, content, detail)}</figure>"
-
-
-def _focusable(kind: str, label: str, content: str, detail: str) -> str:
-    """A chart. ``label`` is what a screen reader says of it, ``detail`` the id of
-    its detail line."""
+def _chart(kind: str, label: str, content: str) -> str:
+    """``label`` is what a screen reader says of it."""
     return (
-        f'<div class="{f"chart {kind}".strip()}" tabindex="0" role="application" '
-        f'aria-label="{escape(label)} Arrow keys move between its parts." data-detail="{detail}">\n'
-        f"{content}\n</div>"
+        f'<figure><div class="{f"chart {kind}".strip()}" tabindex="0" role="application" '
+        f'aria-label="{escape(label)} Arrow keys move between its parts.">\n{content}\n</div>'
+        "</figure>"
     )
 
 
@@ -353,56 +337,43 @@ def in_groups(ranks: Sequence[int], limit: int) -> list[Sequence[int]]:
     return [ranks[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def range_in_words(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
-
-
-def ranks_of(ranks: Sequence[int]) -> str:
-    """
-    >>> ranks_of([3]), ranks_of(range(4, 8))
-    ('rank 3', 'ranks 4–7')
-    """
-    return f"rank{'s' * (len(ranks) > 1)} {range_in_words(ranks)}"
-
-
 BARS = 8  # of a chart of ranks
-# The parts of a memory report in the order of a bar; the number of each is its colour.
-_PARTS = ["parameters", "gradients", "optimizer state", "master copies", "staging", "DDP's buckets"]
+
+
+def memory_parts(report: MemoryReport) -> dict[str, int]:
+    """In the order of a bar; the number of each is its colour."""
+    return {
+        "parameters": report.parameters,
+        "gradients": report.gradients,
+        "optimizer state": sum(report.state.values()),
+        "master copies": report.master_copies,
+        "staging": report.staging,
+        "DDP's buckets": report.ddp_buckets,
+    }
 
 
 def memory_section(
     ranks: Sequence[int], report_of: Callable[[int], MemoryReport], text: str, *parts: str
 ) -> str:
     """A bar for each rank, or for each group of ranks; ``parts`` follow the chart."""
-    bars = []
+    bars: list[Bar] = []
+    names: dict[int, str] = {}
     for group in in_groups(ranks, BARS):
         fullest = max(map(report_of, group), key=lambda report: report.total)
-        bars.append(memory_bar(ranks_of(group), fullest))
+        bars.append(memory_bar(name_ranks(group), fullest))
+        present = enumerate(memory_parts(fullest).items())
+        names |= {role: name for role, (name, size) in present if size}
     if len(bars) < len(ranks):
         text += " A bar of several ranks shows the fullest of them."
-    present = {role for bar in bars for size, role, _ in bar.parts if size}
-    return section(
-        "Memory of each rank",
-        paragraph(text),
-        legend([(role, name) for role, name in enumerate(_PARTS) if role in present]),
-        stacked_bars("Memory of each rank, by what it holds.", bars, in_bytes, "memory-detail"),
-        *parts,
-        detail_line("memory-detail", "Choose a part of a bar: click, or use the arrow keys."),
-    )
+    chart = stacked_bars("Memory of each rank, by what it holds.", bars, in_bytes)
+    colours = legend(sorted(names.items()))
+    return section("Memory of each rank", text, colours, chart, *parts, chosen="a part of a bar")
 
 
 def memory_bar(name: str, report: MemoryReport, is_strong: bool = False) -> Bar:
     keys = ", ".join(f"{key} {in_bytes(size)}" for key, size in report.state.items())
-    sizes = (
-        report.parameters,
-        report.gradients,
-        sum(report.state.values()),
-        report.master_copies,
-        report.staging,
-        report.ddp_buckets,
-    )
     parts = []
-    for role, (what, size) in enumerate(zip(_PARTS, sizes, strict=True)):
+    for role, (what, size) in enumerate(memory_parts(report).items()):
         inside = f" ({keys})" if what == "optimizer state" and keys else ""
         share = size / (report.total or 1)
         tip = f"{name}: {what} {in_bytes(size)}{inside}, {share:.0%} of its memory"

@@ -5,32 +5,26 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from html import escape
 
 from onecopy.planning.sizes import count_elements, imbalance
-from onecopy.planning.text import in_bytes, in_short, plural
+from onecopy.planning.text import in_bytes, in_short, name_ranks, plural
 from onecopy.planning.traits import Kind
-from onecopy.tools.baselines import torch_loads
-from onecopy.tools.estimate import Estimate, ParamRow, ranks_in_words
+from onecopy.tools.estimate import Estimate, ParamRow, rank_range
 from onecopy.tools.pages.charts import (
     Mark,
     Row,
     cards,
     column_chart,
-    detail_line,
-    folded,
+    folded_table,
     heading,
-    html_table,
     in_groups,
     memory_bar,
     memory_section,
     ownership_map,
     page,
-    paragraph,
-    range_in_words,
-    ranks_of,
     section,
     stacked_bars,
-    strip,
 )
 
 _SHARDS = 1500  # drawn one by one, at most
@@ -40,21 +34,11 @@ _MARKS = 40
 _NAMES = 40  # of layers above a map; with more there would be no room
 _HUES = (255.0, 520.0)  # from blue over violet and red to green
 _COLUMNS = 64  # of a chart of the balance
-_LISTED = 200  # rows of a table
 
 
 def plan_page(estimate: Estimate, model: str) -> str:
-    return page(
-        f"{model} on {plural(estimate.world_size, 'rank')}",
-        estimate.in_words(),
-        [
-            _key_figures(estimate),
-            _memory(estimate),
-            _map(estimate),
-            _balance(estimate),
-            _tables(estimate),
-        ],
-    )
+    parts = [part(estimate) for part in (_key_figures, _memory, _map, _balance, _tables)]
+    return page(f"{model} on {plural(estimate.world_size, 'rank')}", estimate.in_words(), parts)
 
 
 def _key_figures(estimate: Estimate) -> str:
@@ -76,15 +60,15 @@ def _key_figures(estimate: Estimate) -> str:
 
 
 def _memory(estimate: Estimate) -> str:
-    bars = [memory_bar("onecopy", estimate.fullest, is_strong=True)]
-    bars += [memory_bar(each.name, each.memory) for each in estimate.peers]
+    ways = enumerate(estimate.ways)
+    bars = [memory_bar(way.name, way.memory, is_strong=not number) for number, way in ways]
     return memory_section(
         range(estimate.world_size),
         estimate.on,
         "What each rank holds after a step, from the plan that is really used.",
         heading("Beside others, on their fullest rank"),
-        paragraph(" ".join(estimate.remarks()), soft=True),
-        stacked_bars("Memory beside other ways to train.", bars, in_bytes, "memory-detail"),
+        f'<p class="soft">{escape(" ".join(estimate.remarks()))}</p>',
+        stacked_bars("Memory beside other ways to train.", bars, in_bytes),
     )
 
 
@@ -94,39 +78,36 @@ def _memory(estimate: Estimate) -> str:
 def _map(estimate: Estimate) -> str:
     params = estimate.param_rows()
     elements = sum(param.elements for param in params) or 1
+    text = "All parameters from left to right, as wide as they are large; a row is what "
     if sum(estimate.shards) <= _SHARDS:
         rows = _rows_of_shards(estimate, params, elements)
-        what = "one rank owns: it keeps their optimizer state and updates them."
+        text += "one rank owns: it keeps their optimizer state and updates them."
     else:
         rows = _rows_of_runs(estimate, params, elements)
-        what = (
+        text += (
             "some ranks own together, the stronger the colour the larger their share. "
             "There are too many shards to draw them one by one."
         )
-    names = strip([(name, count / elements) for name, count in _layers(params)])
-    return section(
-        "Who owns what",
-        paragraph(
-            "All parameters from left to right, as wide as they are large; a row is what " + what
-        ),
-        ownership_map("Map of the plan.", rows, names, "map-detail"),
-        detail_line(
-            "map-detail", "Choose a shard: click, or focus the map and use the arrow keys."
-        ),
-    )
+    layers = [(_layer(param.name), param.elements / elements) for param in params]
+    if len({name for name, _ in layers}) > _NAMES:  # all layers of a list together
+        layers = [(re.sub(r"\.\d+$", "", name), share) for name, share in layers]
+    names = [
+        (name, sum(share for _, share in group))
+        for name, group in itertools.groupby(layers, key=lambda layer: layer[0])
+    ]
+    chart = ownership_map("Map of the plan.", rows, names)
+    return section("Who owns what", text, chart, chosen="a shard")
 
 
 def _rows_of_shards(estimate: Estimate, params: Sequence[ParamRow], elements: int) -> list[Row]:
-    ends = itertools.accumulate(param.elements for param in params)
-    starts = {
-        param.number: (end - param.elements, param) for end, param in zip(ends, params, strict=True)
-    }
+    starts = itertools.accumulate((param.elements for param in params), initial=0)
+    places = {param.number: (start, param) for start, param in zip(starts, params, strict=False)}
     rows = []
     for rank in range(estimate.world_size):
         marks = []
         shards = [shard for shard in estimate.plan.shards(rank) if shard.numel]
         for shard in sorted(shards, key=lambda each: (each.param, each.start)):
-            first, param = starts[shard.param]
+            first, param = places[shard.param]
             part = f"elements {shard.start:,} to {shard.stop:,} of {param.elements:,}"
             if shard.numel == param.elements:
                 part = "all of it"
@@ -152,34 +133,19 @@ def _rows_of_runs(estimate: Estimate, params: Sequence[ParamRow], elements: int)
     rows = []
     for group, ranks in enumerate(groups):
         marks: list[Mark] = []
-        even, start = len(ranks) / estimate.world_size, 0
+        who, even, start = name_ranks(ranks), len(ranks) / estimate.world_size, 0
         for number, run in enumerate(runs):
             name = run[0].name if len(run) == 1 else f"{run[0].name} to {run[-1].name}"
             numel = sum(param.elements for param in run)
             if owned := sum(counts.elements[number][ranks[0] : ranks[-1] + 1]):
                 share = owned / numel
                 size = in_bytes(share * sum(param.bytes for param in run))
-                tip = (
-                    f"{ranks_of(ranks)} · {name} · {size} · {share:.1%} of it "
-                    f"(even would be {even:.1%})"
-                )
+                tip = f"{who} · {name} · {size} · {share:.1%} of it (even would be {even:.1%})"
                 stop, opacity = start + numel, share / even * 0.75
                 marks.append(Mark(start / elements, stop / elements, tip, opacity=opacity))
             start += numel
-        rows.append(Row(range_in_words(ranks), marks, _hue(group, len(groups))))
+        rows.append(Row(rank_range((ranks[0], ranks[-1])), marks, _hue(group, len(groups))))
     return rows
-
-
-def _layers(params: Sequence[ParamRow]) -> list[tuple[str, int]]:
-    """Adjacent parameters of one layer and their elements; of all layers of a list together, if
-    there are many."""
-    layers = [(_layer(param.name), param.elements) for param in params]
-    if len({name for name, _ in layers}) > _NAMES:
-        layers = [(re.sub(r"\.\d+$", "", name), numel) for name, numel in layers]
-    return [
-        (name, sum(numel for _, numel in group))
-        for name, group in itertools.groupby(layers, key=lambda layer: layer[0])
-    ]
 
 
 def _layer(name: str) -> str:
@@ -200,8 +166,7 @@ def _hue(number: int, count: int) -> float:
 
 
 def _balance(estimate: Estimate) -> str:
-    ours, torchs = estimate.loads, torch_loads(estimate.spec, estimate.world_size)
-    top = max(imbalance(ours), imbalance(torchs)) * 1.06
+    top = max(estimate.imbalance, estimate.torchs_imbalance) * 1.06
     charts = "".join(
         column_chart(
             title,
@@ -210,9 +175,11 @@ def _balance(estimate: Estimate) -> str:
             top=top,
             role=role,
             ends=("rank 0", f"rank {estimate.world_size - 1}"),
-            detail="balance-detail",
         )
-        for title, loads, role in (("onecopy", ours, 2), ("torch's class", torchs, 0))
+        for title, loads, role in (
+            ("onecopy", estimate.loads, 2),
+            ("torch's class", estimate.torchs_loads, 0),
+        )
     )
     text = (
         "Elements that each rank owns, relative to an even share (the dashed line). torch's class "
@@ -220,12 +187,8 @@ def _balance(estimate: Estimate) -> str:
     )
     if len(estimate.spec.classes) > 1:
         text += " It could not run this mixture of classes; shown is how it would share it out."
-    return section(
-        "Balance, beside torch's partition",
-        paragraph(text),
-        f'<div class="pair">{charts}</div>',
-        detail_line("balance-detail", "Choose a rank: click, or use the arrow keys."),
-    )
+    pair = f'<div class="pair">{charts}</div>'
+    return section("Balance, beside torch's partition", text, pair, chosen="a rank")
 
 
 def _columns(loads: Sequence[int]) -> list[tuple[float, str]]:
@@ -233,54 +196,21 @@ def _columns(loads: Sequence[int]) -> list[tuple[float, str]]:
     columns = []
     for ranks in in_groups(range(len(loads)), _COLUMNS):
         fullest = max(loads[rank] for rank in ranks)
-        who = ranks_of(ranks) + (", at most" if len(ranks) > 1 else "")
+        who = name_ranks(ranks) + (", at most" if len(ranks) > 1 else "")
         tip = f"{who}: {fullest:,} elements, {fullest / even:.3f} times an even share"
         columns.append((fullest / even, tip))
     return columns
 
 
 def _tables(estimate: Estimate) -> str:
-    params, ranks = estimate.param_rows(), estimate.rank_rows()
     plan = estimate.plan
     whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
-    facts = (
-        f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
-        f"{whole or 'none'} of them kept whole; {plural(len(plan.buckets), 'bucket')} of at most "
-        f"{in_bytes(plan.bucket_bytes)}; {plural(sum(estimate.shards), 'shard')}."
-    )
-    of_ranks = html_table(
-        "Ranks and what they hold",
-        ("rank", "elements", "shards", "holds in all"),
-        [
-            (
-                ranks_in_words([row.ranks]),
-                *(f"{row.elements:,}", f"{row.shards:,}", in_bytes(row.total_bytes)),
-            )
-            for row in ranks[:_LISTED]
-        ],
-        numbers=(1, 2, 3),
-    )
-    of_params = html_table(
-        "Parameters and their owners",
-        ("parameter", "shape", "dtype", "kind", "bytes", "owners", "buckets"),
-        [
-            (
-                *(row.name, " × ".join(map(str, row.shape)) or "scalar", row.dtype),
-                *(row.kind, in_bytes(row.bytes)),
-                *(ranks_in_words(row.owners, estimate.world_size), str(row.buckets)),
-            )
-            for row in params[:_LISTED]
-        ],
-        numbers=(4, 6),
-    )
     return section(
         "In numbers",
-        paragraph(facts),
-        folded(_title("By rank", len(ranks)), of_ranks),
-        folded(_title("By parameter", len(params)), of_params),
+        f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
+        f"{whole or 'none'} of them kept whole; {plural(len(plan.buckets), 'bucket')} of at most "
+        f"{in_bytes(plan.bucket_bytes)}; {plural(sum(estimate.shards), 'shard')}.",
+        folded_table("By rank", estimate.rank_table(), numbers=(1, 2, 3)),
+        folded_table("By parameter", estimate.param_table(), numbers=(4, 6)),
         long=True,
     )
-
-
-def _title(text: str, rows: int) -> str:
-    return text if rows <= _LISTED else f"{text}: the first {_LISTED:,} of {rows:,} rows"

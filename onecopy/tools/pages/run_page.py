@@ -12,7 +12,8 @@ from typing import Any
 
 from onecopy.comm.stats import BucketStats, Cost, Timeline, measured, phase_named
 from onecopy.planning.sizes import MemoryReport
-from onecopy.planning.text import in_bytes, in_seconds, plural
+from onecopy.planning.text import in_bytes, in_seconds, name_ranks, plural
+from onecopy.tools.estimate import Table
 from onecopy.tools.models import Failure
 from onecopy.tools.pages.charts import (
     BARS,
@@ -20,19 +21,15 @@ from onecopy.tools.pages.charts import (
     Mark,
     Row,
     cards,
-    detail_line,
-    folded,
+    folded_table,
     heading,
-    html_table,
     in_groups,
     legend,
+    memory_parts,
     memory_section,
     page,
-    paragraph,
-    ranks_of,
     section,
     stacked_bars,
-    strip,
     timeline,
 )
 
@@ -41,15 +38,11 @@ _HOW = "record one with ONECOPY_TRACE=DIR torchrun ... train.py"
 _US = 1e-6  # the times of a trace are in microseconds
 _TIMELINES = 8  # at most
 _PALE = 0.38  # opacity
-_LISTED = 200  # rows of a table
 
 # Roles of colours.
 _COMPUTE, _STEP, _EXPOSED = 0, 2, 5
 _ROLE = {"reduce_scatter": 1, "all_gather": 4}  # by phase, in the order of a step
-_LEGEND = {
-    "reduce_scatter": "reduce_scatter: gradients to their owners",
-    "all_gather": "all_gather: parameters to all ranks",
-}
+_MEANING = {"reduce_scatter": "gradients to their owners", "all_gather": "parameters to all ranks"}
 
 
 def _time(microseconds: float) -> str:
@@ -67,14 +60,9 @@ class Trace:
     backend: str
     memory: MemoryReport
     buckets: tuple[BucketStats, ...]  # since the optimizer was built
-    timeline: Timeline  # of the traced steps
+    timeline: Timeline  # of the traced steps; it ends with the last of them
     costs: Mapping[tuple[str, int | None], Cost]  # of all of them
     zero: float  # microseconds on the clock of its host at the zero of its timeline
-
-    @property
-    def end(self) -> float:
-        """Of the last traced step."""
-        return self.timeline.steps[-1].stop
 
     @property
     def step_time(self) -> float:
@@ -143,10 +131,10 @@ class Run:
         The clocks of one host agree and show who waits for whom. Those of several hosts may not:
         if traces that must overlap do not, the axis of each rank starts with its own trace.
         """
+        lines = [trace.timeline for trace in self.traces]
         starts = [trace.zero + trace.timeline.start for trace in self.traces]
-        longest = max(trace.end - trace.timeline.start for trace in self.traces)
-        if max(starts) - min(starts) > longest:
-            return tuple(trace.timeline.start for trace in self.traces)
+        if max(starts) - min(starts) > max(line.stop - line.start for line in lines):
+            return tuple(line.start for line in lines)
         return tuple(min(starts) - trace.zero for trace in self.traces)
 
 
@@ -226,8 +214,6 @@ def _counted(value: Any) -> int:
 
 # ------------------------------------------------------------------ tables
 
-Table = tuple[list[str], list[list[str]]]  # head and rows
-
 
 def rank_table(run: Run) -> Table:
     """Time of a step, and what of it is communication, by rank."""
@@ -244,14 +230,11 @@ def rank_table(run: Run) -> Table:
 
 def memory_table(run: Run) -> Table:
     """What each rank holds."""
-    head = ["rank", "parameters", "gradients", "state", "master copies", "staging"]
     rows = []
     for trace in run.traces:
-        memory = trace.memory
-        state = sum(memory.state.values())
-        sizes = [memory.parameters, memory.gradients, state, memory.master_copies, memory.staging]
-        rows.append([str(trace.rank), *map(in_bytes, (*sizes, memory.ddp_buckets, memory.total))])
-    return [*head, "DDP's buckets", "total"], rows
+        sizes = (*memory_parts(trace.memory).values(), trace.memory.total)
+        rows.append([str(trace.rank), *map(in_bytes, sizes)])
+    return ["rank", *memory_parts(run.traces[0].memory), "total"], rows
 
 
 def bucket_table(run: Run) -> Table:
@@ -282,89 +265,65 @@ def run_page(run: Run) -> str:
 
 
 def _key_figures(run: Run) -> str:
-    is_attached = run.traces[0].is_attached
     slowest = max(run.traces, key=lambda trace: trace.exposed)
     fullest = max(run.traces, key=lambda trace: trace.memory.total)
-    share = slowest.exposed / (slowest.step_time or 1)
-    buckets = plural(len(run.bucket_numbers), "bucket")
+    share = f"{slowest.exposed / (slowest.step_time or 1):.0%} of it, on rank {slowest.rank}"
+    time = _time(median(trace.step_time for trace in run.traces))
+    hidden = _time(mean(trace.hidden for trace in run.traces))
+    what, remark = "sent per rank and step", plural(len(run.bucket_numbers), "bucket")
+    if not run.traces[0].is_attached:
+        what, remark = "sent by the optimizer", f"{remark}; DDP's all-reduce not counted"
+    sent = in_bytes(max(sum(trace.sent().values()) for trace in run.traces))
+    full = f"rank {fullest.rank}; activations not counted"
     return cards(
         [
-            (
-                "time of a step",
-                _time(median(trace.step_time for trace in run.traces)),
-                "under the profiler, median",
-            ),
-            (
-                "exposed, of a step",
-                _time(slowest.exposed),
-                f"{share:.0%} of it, on rank {slowest.rank}",
-            ),
-            (
-                "hidden, of a step",
-                _time(mean(trace.hidden for trace in run.traces)),
-                "at most; mean of the ranks",
-            ),
-            (
-                "sent per rank and step" if is_attached else "sent by the optimizer",
-                in_bytes(max(sum(trace.sent().values()) for trace in run.traces)),
-                buckets if is_attached else f"{buckets}; DDP's all-reduce not counted",
-            ),
-            (
-                "on the fullest rank",
-                in_bytes(fullest.memory.total),
-                f"rank {fullest.rank}; activations not counted",
-            ),
+            ("time of a step", time, "under the profiler, median"),
+            ("exposed, of a step", _time(slowest.exposed), share),
+            ("hidden, of a step", hidden, "at most; mean of the ranks"),
+            (what, sent, remark),
+            ("on the fullest rank", in_bytes(fullest.memory.total), full),
         ]
     )
 
 
 def _communication(run: Run) -> str:
-    traces = {trace.rank: trace for trace in run.traces}
     bars = []
-    for ranks in in_groups(list(traces), BARS):
-        trace = max((traces[rank] for rank in ranks), key=lambda each: each.exposed)
-        parts = []
-        for is_exposed in (True, False):
-            for phase in run.phases:
-                cost = trace.cost(phase)
-                time, what, role = cost.hidden, "hidden", _ROLE[phase]
-                if is_exposed:
-                    time, what, role = cost.exposed, "exposed", _EXPOSED
-                tip = f"{ranks_of(ranks)}: {phase}, {what} {_time(time)} of a step"
-                parts.append((time, role, tip))
-        bars.append(Bar(ranks_of(ranks), parts, _time(trace.exposed)))
+    groups = in_groups(range(len(run.traces)), BARS)
+    for group in groups:
+        ranks = name_ranks(run.traces[number].rank for number in group)
+        trace = max((run.traces[number] for number in group), key=lambda each: each.exposed)
+        costs = [(phase, trace.cost(phase)) for phase in run.phases]
+        shown = [(_EXPOSED, phase, "exposed", cost.exposed) for phase, cost in costs]
+        shown += [(_ROLE[phase], phase, "hidden", cost.hidden) for phase, cost in costs]
+        parts = [
+            (time, role, f"{ranks}: {phase}, {what} {_time(time)} of a step")
+            for role, phase, what, time in shown
+        ]
+        bars.append(Bar(ranks, parts, _time(trace.exposed)))
     text = (
         "Of a step, in the mean. Exposed: packing, launching, waiting and unpacking, while "
         "training stands still; this is the figure behind the bar. Hidden: under way while "
         "training went on, at most; however many buckets are, a moment counts once."
     )
-    if len(bars) < len(traces):
+    if len(bars) < len(run.traces):
         text += " A bar of several ranks shows the most exposed of them."
-    return section(
-        "Exposed and hidden communication",
-        paragraph(text),
-        legend(
-            [(_EXPOSED, "exposed"), *((_ROLE[phase], f"hidden: {phase}") for phase in run.phases)]
-        ),
-        stacked_bars("Communication of each rank.", bars, _time, "communication-detail"),
-        detail_line(
-            "communication-detail", "Choose a part of a bar: click, or use the arrow keys."
-        ),
-    )
+    colours = [(_EXPOSED, "exposed"), *((_ROLE[each], f"hidden: {each}") for each in run.phases)]
+    chart = stacked_bars("Communication of each rank.", bars, _time)
+    title = "Exposed and hidden communication"
+    return section(title, text, legend(colours), chart, chosen="a part of a bar")
 
 
 def _tables(run: Run) -> str:
-    parts = []
-    for title, caption, (head, rows) in (
-        ("By bucket, each time", "Buckets", bucket_table(run)),
-        ("By rank, each step", "Communication by rank", rank_table(run)),
-        ("By rank, memory", "Memory by rank", memory_table(run)),
-    ):
-        cut = f": the first {_LISTED:,} of {len(rows):,} rows" if len(rows) > _LISTED else ""
-        table = html_table(caption, head, rows[:_LISTED], numbers=range(1, len(head)))
-        parts.append(folded(title + cut, table))
+    tables = [
+        folded_table(title, found, numbers=range(1, len(found[0])))
+        for title, found in (
+            ("By bucket, each time", bucket_table(run)),
+            ("By rank, each step", rank_table(run)),
+            ("By rank, memory", memory_table(run)),
+        )
+    ]
     text = "Times of buckets are means over the ranks. Bytes are counted, not estimated."
-    return section("In numbers", paragraph(text), *parts, long=True)
+    return section("In numbers", text, *tables, long=True)
 
 
 # ------------------------------------------------------------------ timelines
@@ -385,25 +344,17 @@ def _timelines(run: Run) -> str:
         half = _TIMELINES // 2
         shown = sorted(by_wait[:half] + by_wait[-half:], key=lambda trace: trace.rank)
     entries = [(_COMPUTE, "forward and backward"), (_STEP, "optimizer step")]
-    entries += [(_ROLE[phase], _LEGEND[phase]) for phase in run.phases]
+    entries += [(_ROLE[phase], f"{phase}: {_MEANING[phase]}") for phase in run.phases]
     if run.phases:
         entries.append((_EXPOSED, "waiting: exposed"))
     origins = {t.rank: origin for t, origin in zip(run.traces, run.origins(), strict=True)}
-    length = max(trace.end - origins[trace.rank] for trace in shown) or 1 / _US
+    length = max(trace.timeline.stop - origins[trace.rank] for trace in shown) or 1 / _US
     charts = []
     for trace in shown:
         charts.append(heading(f"rank {trace.rank}"))
         charts.append(_timeline(trace, run.phases, origins[trace.rank], length))
-    return section(
-        "Timeline",
-        paragraph(text),
-        legend(entries),
-        *charts,
-        detail_line(
-            "timeline-detail", "Choose a mark: click, or focus a timeline and use the arrow keys."
-        ),
-        long=len(shown) > 3,
-    )
+    many = len(shown) > 3
+    return section("Timeline", text, legend(entries), *charts, chosen="a mark", long=many)
 
 
 def _timeline(trace: Trace, phases: Sequence[str], origin: float, length: float) -> str:
@@ -438,12 +389,11 @@ def _timeline(trace: Trace, phases: Sequence[str], origin: float, length: float)
     rows = [Row(name, found, overlaps=name == "under way") for name, found in marks.items()]
     shares = [("", (trace.timeline.start - origin) / length)]
     shares += [(f"step {step.number}", (step.stop - step.began) / length) for step in steps]
-    shares.append(("", 1 - (trace.end - origin) / length))
+    shares.append(("", 1 - (trace.timeline.stop - origin) / length))
     return timeline(
         f"Timeline of rank {trace.rank}.",
         rows,
         length * _US,
         edges=[(step.stop - origin) * _US for step in steps[:-1]],
-        above=strip([share for share in shares if share[0] or share[1] > 0]),
-        detail="timeline-detail",
+        names=[share for share in shares if share[0] or share[1] > 0],
     )

@@ -18,7 +18,7 @@
   }
 
   for (const chart of document.querySelectorAll(".chart")) {
-    const detail = document.getElementById(chart.dataset.detail);
+    const detail = chart.closest("section").querySelector(".detail");
     const rows = [...chart.querySelectorAll(".row")]
       .map((row) => [...row.querySelectorAll(".mark")])
       .filter((row) => row.length);
