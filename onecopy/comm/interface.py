@@ -22,7 +22,7 @@ import torch
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import flat_range, part_of
 from onecopy.planning.plan import Plan, Segment, Shard
-from onecopy.planning.sizes import MIN_MESSAGE_BYTES, Links, owned_ranges
+from onecopy.planning.sizes import MIN_MESSAGE_BYTES, Links
 from onecopy.planning.traits import Kind
 from onecopy.torch_private import foreach_copy_
 
@@ -96,7 +96,7 @@ class BucketLayout:
     def _owned(self) -> dict[int, tuple[int, int, int]]:
         """Of whole tensors, by owner: its range, and how much further it begins in the plan."""
         found, start = {}, 0
-        for owner, (first, last) in owned_ranges(self.plan, self.index).items():
+        for owner, (first, last) in self.plan.owned_ranges(self.index).items():
             found[owner] = (start, start + last - first, first - start)
             start += last - first
         return found

@@ -150,42 +150,17 @@ def chunks_of(shape: Sequence[int], order: Sequence[int], start: int, stop: int)
     if math.prod(shape) == 0:
         yield Chunk((0,) * len(shape), tuple(shape), 0, 0)
         return
-    permuted = [shape[dim] for dim in order]
-    for offsets, sizes, first in _rows(permuted, start, stop, 0):
+    in_storage = [shape[dim] for dim in order] or [1]
+    strides = [math.prod(in_storage[dim + 1 :]) for dim in range(len(in_storage))]
+    places = [order.index(dim) for dim in range(len(order))]
+    while start < stop:
+        # The slowest dimension along which something complete begins here.
+        dim = next(d for d, n in enumerate(strides) if start % n == 0 and start + n <= stop)
+        offsets = [start // n % size for n, size in zip(strides, in_storage, strict=True)]
+        count = min((stop - start) // strides[dim], in_storage[dim] - offsets[dim])
+        sizes = [1] * dim + [count] + in_storage[dim + 1 :]
+        end = start + count * strides[dim]
         yield Chunk(
-            tuple(offsets[order.index(dim)] for dim in range(len(order))),
-            tuple(sizes[order.index(dim)] for dim in range(len(order))),
-            first,
-            first + math.prod(sizes),
+            tuple(offsets[at] for at in places), tuple(sizes[at] for at in places), start, end
         )
-
-
-_Chunk = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-def _rows(shape: Sequence[int], start: int, stop: int, base: int) -> Iterator[_Chunk]:
-    """(offsets, sizes, first element) of chunks of a contiguous tensor that begins at ``base``."""
-    if start >= stop:
-        return
-    if len(shape) <= 1:
-        yield (start,) * len(shape), (stop - start,) * len(shape), base + start
-        return
-    row = math.prod(shape[1:])
-    first, into_first = divmod(start, row)
-    last, into_last = divmod(stop, row)
-
-    def in_row(number: int, start: int, stop: int) -> Iterator[_Chunk]:
-        for offsets, sizes, at in _rows(shape[1:], start, stop, base + number * row):
-            yield (number, *offsets), (1, *sizes), at
-
-    if first == last:
-        yield from in_row(first, into_first, into_last)
-        return
-    if into_first:
-        yield from in_row(first, into_first, row)
-        first += 1
-    if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield (first, *zeros), (last - first, *shape[1:]), base + first * row
-    if into_last:
-        yield from in_row(last, 0, into_last)
+        start = end

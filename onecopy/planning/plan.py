@@ -100,6 +100,10 @@ class Segment:
     stop: int
     offset: int  # of `start` within the bucket
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -193,14 +197,16 @@ class Plan:
         b = self.buckets[bucket]
         unit = self.streams[b.stream].unit
         each = b.numel // unit // self.world_size
-        before = bisect.bisect_left(b.extra, rank)
-        longer = before < len(b.extra) and b.extra[before] == rank
-        start = (rank * each + before) * unit
-        return start, start + (each + longer) * unit
+        start = rank * each + bisect.bisect_left(b.extra, rank)
+        stop = (rank + 1) * each + bisect.bisect_right(b.extra, rank)
+        return start * unit, stop * unit
 
     def rank_at(self, bucket: int, offset: int) -> int:
-        """The owner of the element at an offset of an elementwise bucket."""
+        """The owner of the element at an offset of a bucket."""
         b = self.buckets[bucket]
+        stream = self.streams[b.stream]
+        if stream.kind is Kind.WHOLE:
+            return stream.owners[bisect.bisect_right(stream.starts, b.start + offset) - 1]
         if not b.extra:
             return offset // (b.numel // self.world_size)
         ranks = range(self.world_size)
@@ -210,10 +216,16 @@ class Plan:
         """[start, stop) of what a rank owns in a bucket of any kind: always one run."""
         if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
             return self.slot(bucket, rank)
-        shards = [shard for shard in self.shards_in(bucket, rank) if shard.numel]
-        if not shards:
-            return 0, 0
-        return shards[0].offset, shards[-1].offset + shards[-1].numel
+        return self.owned_ranges(bucket).get(rank, (0, 0))
+
+    def owned_ranges(self, bucket: int) -> dict[int, tuple[int, int]]:
+        """What the owners have in a bucket of whole tensors: one run each."""
+        found: dict[int, tuple[int, int]] = {}
+        for segment in self.segments(bucket):
+            if segment.numel:
+                owner, start = self.rank_at(bucket, segment.offset), segment.offset
+                found[owner] = found.get(owner, (start, 0))[0], start + segment.numel
+        return found
 
     def has_equal_slots(self, bucket: int) -> bool:
         """Whether a collective of equal sizes can move the bucket."""
@@ -255,17 +267,14 @@ class Plan:
     @cached_property
     def cut_params(self) -> frozenset[int]:
         """The parameters that have more than one shard."""
-        cut = set()
-        for number, bucket in enumerate(self.buckets):
-            stream = self.streams[bucket.stream]
-            if stream.kind is Kind.WHOLE:
-                continue
-            for i, start, stop in stream.between(bucket.start, bucket.stop):
-                offset = stream.starts[i] - bucket.start
-                if stop - start < stream.numels[i] or (
-                    self.rank_at(number, offset) != self.rank_at(number, offset + stop - 1)
-                ):
-                    cut.add(stream.params[i])
+        cut, seen = set(), set()
+        for number in range(len(self.buckets)):
+            for segment in self.segments(number):
+                param, last = segment.param, segment.offset + max(segment.numel, 1) - 1
+                owners = {self.rank_at(number, segment.offset), self.rank_at(number, last)}
+                if param in seen or len(owners) > 1:
+                    cut.add(param)
+                seen.add(param)
         return frozenset(cut)
 
     def load(self, rank: int, kind: Kind | None = None) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from onecopy.planning.plan import Plan, Segment
+from onecopy.planning.plan import Plan
 from onecopy.planning.text import plural
 from onecopy.planning.traits import Kind, tensors_in
 
@@ -116,27 +115,42 @@ class Counts:
 
 def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None) -> Counts:
     """Count what every rank owns, under the label of its parameter."""
-    elements: dict[Label, _Count] = {}
-    shards: dict[Label, _Count] = {}
+    # In each list, how many a rank has more than the rank before it: then adding to a run of ranks
+    # takes constant time.
+    found: dict[Label, tuple[list[int], list[int]]] = {}
 
-    def counts(param: int) -> tuple[_Count, _Count]:
-        label = label_of(param)
-        if label not in elements:
-            elements[label], shards[label] = _Count(plan.world_size), _Count(plan.world_size)
-        return elements[label], shards[label]
+    def add(steps: list[int], first: int, last: int, count: int) -> None:
+        steps[first] += count
+        steps[last + 1] -= count
 
-    for stream in plan.streams:
-        for param, numel, owner in zip(stream.params, stream.numels, stream.owners, strict=False):
-            of_elements, of_shards = counts(param)
-            of_elements.add(owner, numel)
-            of_shards.add(owner, 1)
     for number, bucket in enumerate(plan.buckets):
-        if plan.streams[bucket.stream].kind is Kind.ELEMENTWISE:
-            for segment in plan.segments(number):
-                _add_segment(plan, number, segment, *counts(segment.param))
+        stream, each = plan.streams[bucket.stream], owned_elements(plan, number)[None]
+        for segment in plan.segments(number):
+            label, start, stop = (
+                label_of(segment.param),
+                segment.offset,
+                segment.offset + segment.numel,
+            )
+            if label not in found:
+                found[label] = [0] * (plan.world_size + 1), [0] * (plan.world_size + 1)
+            elements, shards = found[label]
+            first, last = plan.rank_at(number, start), plan.rank_at(number, max(start, stop - 1))
+            if first == last:
+                add(elements, first, first, stop - start)
+                add(shards, first, first, 1)
+                continue
+            add(elements, first, last, each)
+            add(shards, first, last, 1 if each else 0)
+            for rank in bucket.extra:
+                if first <= rank <= last:
+                    add(elements, rank, rank, stream.unit)
+                    add(shards, rank, rank, 0 if each else 1)
+            # The first and the last own elements of other parameters, too.
+            add(elements, first, first, plan.slot(number, first)[0] - start)
+            add(elements, last, last, stop - plan.slot(number, last)[1])
     return Counts(
-        {label: count.by_rank() for label, count in elements.items()},
-        {label: count.by_rank() for label, count in shards.items()},
+        {label: list(accumulate(steps[:-1])) for label, (steps, _) in found.items()},
+        {label: list(accumulate(steps[:-1])) for label, (_, steps) in found.items()},
     )
 
 
@@ -162,85 +176,28 @@ def plan_summary(plan: Plan, classes: Iterable[type]) -> str:
     )
 
 
-def slot_elements(plan: Plan) -> list[list[int]]:
-    """Elements in the slots of each stream, by rank: with the padding, as gradients are held."""
-    found = [[0] * plan.world_size for _ in plan.streams]
-    for number, bucket in enumerate(plan.buckets):
-        stream, slots = plan.streams[bucket.stream], found[bucket.stream]
-        if stream.kind is Kind.WHOLE:
-            for rank, (start, stop) in owned_ranges(plan, number).items():
-                slots[rank] += stop - start
-        else:
-            for rank in bucket.extra:
-                slots[rank] += stream.unit
-    for at, stream in enumerate(plan.streams):
-        if stream.kind is Kind.ELEMENTWISE:
-            each = sum(equal_part(plan, n) for n, b in enumerate(plan.buckets) if b.stream == at)
-            found[at] = [extra + each for extra in found[at]]
-    return found
-
-
-def equal_part(plan: Plan, bucket: int) -> int:
-    """Elements of an elementwise bucket on every rank; those in ``extra`` have a unit more."""
-    b = plan.buckets[bucket]
-    unit = plan.streams[b.stream].unit
-    return b.numel // unit // plan.world_size * unit
-
-
-def owned_ranges(plan: Plan, bucket: int) -> dict[int, tuple[int, int]]:
-    """What the owners have in a bucket of whole tensors: one run each."""
+def owned_elements(plan: Plan, bucket: int) -> dict[int | None, int]:
+    """The length of the range of each rank in a bucket; under None, of all that are not listed."""
     b = plan.buckets[bucket]
     stream = plan.streams[b.stream]
-    found: dict[int, tuple[int, int]] = {}
-    for i, first, last in stream.between(b.start, b.stop):
-        if last > first:
-            start = stream.starts[i] - b.start
-            owner = stream.owners[i]
-            found[owner] = found.get(owner, (start, start))[0], start + last
-    return found
+    if stream.kind is Kind.WHOLE:
+        ranges = plan.owned_ranges(bucket).items()
+        return {None: 0, **{rank: stop - start for rank, (start, stop) in ranges}}
+    each = b.numel // stream.unit // plan.world_size * stream.unit
+    return {None: each, **dict.fromkeys(b.extra, each + stream.unit)}
 
 
-class _Count:
-    """A number for each rank. Adding to a run of ranks takes constant time."""
-
-    def __init__(self, world_size: int) -> None:
-        self._points = [0] * world_size
-        self._steps = [0] * (world_size + 1)  # what a rank has more than the rank before it
-
-    def add(self, rank: int, count: int) -> None:
-        self._points[rank] += count
-
-    def add_between(self, first: int, last: int, count: int) -> None:
-        """To the ranks after ``first`` and before ``last``."""
-        if last > first + 1:
-            self._steps[first + 1] += count
-            self._steps[last] -= count
-
-    def by_rank(self) -> list[int]:
-        return [a + b for a, b in zip(self._points, accumulate(self._steps), strict=False)]
-
-
-def _add_segment(
-    plan: Plan, bucket: int, segment: Segment, elements: _Count, shards: _Count
-) -> None:
-    start, stop = segment.offset, segment.offset + segment.stop - segment.start
-    first, last = plan.rank_at(bucket, start), plan.rank_at(bucket, stop - 1)
-    if first == last:
-        elements.add(first, stop - start)
-        shards.add(first, 1)
-        return
-    elements.add(first, plan.slot(bucket, first)[1] - start)
-    elements.add(last, stop - plan.slot(bucket, last)[0])
-    shards.add(first, 1)
-    shards.add(last, 1)
-    each = equal_part(plan, bucket)
-    elements.add_between(first, last, each)
-    shards.add_between(first, last, 1 if each else 0)
-    unit = plan.streams[plan.buckets[bucket].stream].unit
-    for rank in plan.buckets[bucket].extra:
-        if first < rank < last:
-            elements.add(rank, unit)
-            shards.add(rank, 0 if each else 1)
+def slot_elements(plan: Plan) -> list[list[int]]:
+    """Elements in the slots of each stream, by rank: with the padding, as gradients are held."""
+    everywhere = [0] * len(plan.streams)
+    more = [[0] * plan.world_size for _ in plan.streams]
+    for number, bucket in enumerate(plan.buckets):
+        owned = owned_elements(plan, number)
+        everywhere[bucket.stream] += owned[None]
+        for rank, numel in owned.items():
+            if rank is not None:
+                more[bucket.stream][rank] += numel - owned[None]
+    return [[each + n for n in of_stream] for each, of_stream in zip(everywhere, more, strict=True)]
 
 
 # -------------------------------------------------------------------------- staging
@@ -279,70 +236,47 @@ def all_gather_staging(
     is_dense: Callable[[int], bool],
 ) -> AllGatherStaging:
     """What the all-gather of a bucket needs; ``flat``: its parameters live in flat storage."""
+    owners = (rank, *links.relayed) if links.local_ranks > 1 else ()
     itemsize = plan.streams[plan.buckets[bucket].stream].itemsize
-    shared = 0
-    if links.local_ranks > 1:
-        for owner in (rank, *links.relayed):
-            start, stop = plan.range_of(bucket, owner)
-            shared += stop - start if is_shared((stop - start) * itemsize, links) else 0
-    return AllGatherStaging(packed_elements(plan, bucket, links, flat, is_dense), shared)
+    shared = _shared_elements(plan, bucket, owners, links, itemsize)
+    return AllGatherStaging(_packed_elements(plan, bucket, links, flat, is_dense), shared)
 
 
-def packed_elements(
+def _shared_elements(
+    plan: Plan, bucket: int, owners: Iterable[int], links: Links, itemsize: int
+) -> int:
+    ranges = (plan.range_of(bucket, owner) for owner in owners)
+    numels = (stop - start for start, stop in ranges)
+    return sum(numel for numel in numels if is_shared(numel * itemsize, links))
+
+
+def _packed_elements(
     plan: Plan, bucket: int, links: Links, flat: bool, is_dense: Callable[[int], bool]
 ) -> int:
     """Elements of a bucket that are copied when it is gathered: the same on all ranks of a host."""
     b = plan.buckets[bucket]
-    if plan.streams[b.stream].kind is Kind.ELEMENTWISE and links.native:
+    stream, segments = plan.streams[b.stream], list(plan.segments(bucket))
+    if stream.kind is Kind.ELEMENTWISE and links.native:
         if b.extra:  # slots are padded to the longest
-            unit = plan.streams[b.stream].unit
-            return (equal_part(plan, bucket) + unit) * plan.world_size
-        segments = list(plan.segments(bucket))
-        alone = len(segments) == 1 and segments[0].stop - segments[0].start == b.numel
-        return 0 if alone or flat else b.numel
-    return 0 if flat else _packed_in_messages(plan, bucket, links, is_dense)
-
-
-def _packed_in_messages(
-    plan: Plan, bucket: int, links: Links, is_dense: Callable[[int], bool]
-) -> int:
-    """Elements in shards too small for a message of their own."""
-    itemsize = plan.streams[plan.buckets[bucket].stream].itemsize
+            return max(owned_elements(plan, bucket).values()) * plan.world_size
+        return 0 if flat or (len(segments) == 1 and segments[0].numel == b.numel) else b.numel
+    # In messages: what is too small for one of its own. A rank in whose range no parameter begins
+    # owns a single shard, which needs no packing.
     packed = 0
-    for rank in _owners_of_several(plan, bucket, is_dense):
-        start, stop = plan.range_of(bucket, rank)
-        if links.local_ranks > 1 and is_shared((stop - start) * itemsize, links):
+    for rank in set() if flat else {plan.rank_at(bucket, s.offset) for s in segments}:
+        if links.local_ranks > 1 and _shared_elements(
+            plan, bucket, (rank,), links, stream.itemsize
+        ):
             continue
         shards = [shard for shard in plan.shards_in(bucket, rank) if shard.numel]
         small = []
         for shard in shards:
-            large = len(shards) == 1 or shard.numel * itemsize >= MIN_MESSAGE_BYTES
+            large = len(shards) == 1 or shard.numel * stream.itemsize >= MIN_MESSAGE_BYTES
             if not (large and is_dense(shard.param)):
                 small.append(shard)
         if not (len(small) == 1 and is_dense(small[0].param)):  # alone it needs no packing
             packed += sum(shard.numel for shard in small)
     return packed
-
-
-def _owners_of_several(plan: Plan, bucket: int, is_dense: Callable[[int], bool]) -> set[int]:
-    """The ranks that own more than one shard of a bucket, or one with gaps in its memory."""
-    b = plan.buckets[bucket]
-    stream = plan.streams[b.stream]
-    if stream.kind is Kind.WHOLE:
-        owners: dict[int, int] = {}
-        for i, first, last in stream.between(b.start, b.stop):
-            if last > first:
-                gaps = not is_dense(stream.params[i])
-                owners[stream.owners[i]] = owners.get(stream.owners[i], 0) + 1 + gaps
-        return {rank for rank, count in owners.items() if count > 1}
-    found = set()
-    end = -1  # the rank in whose slot the parameter before ends
-    for segment in plan.segments(bucket):
-        begin = plan.rank_at(bucket, segment.offset)
-        if begin == end:
-            found.add(begin)
-        end = plan.rank_at(bucket, segment.offset + segment.stop - segment.start - 1)
-    return found
 
 
 def is_one_sum(plan: Plan, bucket: int, links: Links, wire: int, held: int) -> bool:
@@ -364,25 +298,20 @@ def reduce_scatter_staging(
 ) -> ReduceScatterStaging:
     """What the reduce-scatter of a bucket needs. Bytes of an element: ``wire`` as it travels,
     ``held`` in the sum; ``sums_are_wide``: sums of hosts have more than ``wire``."""
-
-    def numel_of(owner: int) -> int:
-        start, stop = plan.range_of(bucket, owner)
-        return stop - start
-
-    own = numel_of(rank)
-    received, sums = _contributions(plan, bucket, own, links, wire, held), 0
-    if sums_are_wide:
-        if is_shared(own * wire, links):
-            received -= own * links.summing_hosts
-            sums = own * links.summing_hosts
-        if links.local_ranks > 1:
-            of_others = map(numel_of, links.relayed)
-            sums += sum(numel for numel in of_others if is_shared(numel * wire, links))
-    return ReduceScatterStaging(received, sums)
+    start, stop = plan.range_of(bucket, rank)
+    own = stop - start
+    received = _received_elements(plan, bucket, own, links, wire, held)
+    if not sums_are_wide:
+        return ReduceScatterStaging(received, 0)
+    summed = own * links.summing_hosts if is_shared(own * wire, links) else 0
+    relayed = _shared_elements(plan, bucket, links.relayed, links, wire)
+    return ReduceScatterStaging(received - summed, summed + relayed)
 
 
-def _contributions(plan: Plan, bucket: int, own: int, links: Links, wire: int, held: int) -> int:
-    """Elements that a rank receives, of whose range there are ``own``."""
+def _received_elements(
+    plan: Plan, bucket: int, own: int, links: Links, wire: int, held: int
+) -> int:
+    """What a rank receives that owns so many elements of a bucket."""
     if plan.world_size == 1:
         return 0
     if not links.messages:  # an all-to-all copies this rank's own part, too
@@ -412,8 +341,8 @@ class StagingSizes:
 
     def __init__(self, plan: Plan, links: Links) -> None:
         self._plan, self._links = plan, links
-        self._everywhere: dict[_Key, int] = {}
-        self._by_rank: dict[_Key, _RankBytes] = {}
+        # By use, turn, device and dtype: what each rank needs, and under None what every rank does.
+        self._buffers: dict[tuple[str, int, str, str], dict[int | None, int]] = {}
 
     def add_all_gathers(
         self,
@@ -428,12 +357,13 @@ class StagingSizes:
         depth = in_flight_limit(len(plan.buckets), lazy)
         for number, bucket in enumerate(plan.buckets if plan.world_size > 1 else ()):
             stream = plan.streams[bucket.stream]
-            packed = packed_elements(plan, number, links, flat, is_dense) * stream.itemsize
-            self._add(("packed", number % depth, stream.device, stream.dtype), packed)
+            place, size = (stream.device, stream.dtype), stream.itemsize
+            packed = _packed_elements(plan, number, links, flat, is_dense)
+            self._add(("packed", number % depth, *place), None, packed * size)
             if links.local_ranks > 1 and not reuses_gradients(bucket.stream):
-                turn = number % max(SHARED_BUFFERS, depth)
-                shared = functools.partial(_bytes_shared, links, stream.itemsize)
-                self._add_slots(("shared", turn, stream.device, stream.dtype), number, shared)
+                for rank, own in owned_elements(plan, number).items():
+                    shared = own * size if is_shared(own * size, links) else 0
+                    self._add(("shared", number % max(SHARED_BUFFERS, depth), *place), rank, shared)
         return self
 
     def add_reduce_scatters(
@@ -443,54 +373,17 @@ class StagingSizes:
         plan, links = self._plan, self._links
         depth = SHARED_BUFFERS if links.local_ranks > 1 else IN_FLIGHT
         for number, bucket in enumerate(plan.buckets):
-            device, wire = plan.streams[bucket.stream].device, wire_of(bucket.stream)
-            self._add(("send", number % depth, device, str(wire)), bucket.numel * wire.itemsize)
-            sizes = wire.itemsize, held_in(bucket.stream).itemsize
-            received = functools.partial(_bytes_received, plan, number, links, *sizes)
-            self._add_slots(("receive", number % IN_FLIGHT, device, str(wire)), number, received)
+            wire, held = wire_of(bucket.stream), held_in(bucket.stream).itemsize
+            place, size = (plan.streams[bucket.stream].device, str(wire)), wire.itemsize
+            self._add(("send", number % depth, *place), None, bucket.numel * size)
+            for rank, own in owned_elements(plan, number).items():
+                received = _received_elements(plan, number, own, links, size, held)
+                self._add(("receive", number % IN_FLIGHT, *place), rank, received * size)
         return self
 
-    def _add(self, key: _Key, numbytes: int) -> None:
-        self._everywhere[key] = max(self._everywhere.get(key, 0), numbytes)
-
-    def _add_slots(self, key: _Key, bucket: int, needed: Callable[[int], int]) -> None:
-        self._by_rank.setdefault(key, _RankBytes()).add_slots(self._plan, bucket, needed)
+    def _add(self, key: tuple[str, int, str, str], rank: int | None, numbytes: int) -> None:
+        needed = self._buffers.setdefault(key, {})
+        needed[rank] = max(needed.get(rank, 0), numbytes)
 
     def on(self, rank: int) -> int:
-        return sum(self._everywhere.values()) + sum(b.on_rank(rank) for b in self._by_rank.values())
-
-
-def _bytes_shared(links: Links, itemsize: int, own: int) -> int:
-    return own * itemsize if is_shared(own * itemsize, links) else 0
-
-
-def _bytes_received(plan: Plan, bucket: int, links: Links, wire: int, held: int, own: int) -> int:
-    return _contributions(plan, bucket, own, links, wire, held) * wire
-
-
-@dataclass(slots=True)
-class _RankBytes:
-    """Bytes that a buffer needs: on every rank, and on some more."""
-
-    everywhere: int = 0
-    more: dict[int, int] = field(default_factory=dict)
-
-    def on_rank(self, rank: int) -> int:
-        return max(self.everywhere, self.more.get(rank, 0))
-
-    def add_slots(self, plan: Plan, bucket: int, needed: Callable[[int], int]) -> None:
-        """Room for each rank's slot in a bucket; ``needed``: bytes for so many elements."""
-        if plan.streams[plan.buckets[bucket].stream].kind is Kind.WHOLE:
-            for rank, (start, stop) in owned_ranges(plan, bucket).items():
-                self._add_on(rank, needed(stop - start))
-            return
-        each, unit = equal_part(plan, bucket), plan.streams[plan.buckets[bucket].stream].unit
-        self.everywhere = max(self.everywhere, needed(each))
-        for rank in plan.buckets[bucket].extra:
-            self._add_on(rank, needed(each + unit))
-
-    def _add_on(self, rank: int, numbytes: int) -> None:
-        self.more[rank] = max(self.more.get(rank, 0), numbytes)
-
-
-_Key = tuple[str, int, str, str]  # use, turn, device, dtype
+        return sum(max(of.get(None, 0), of.get(rank, 0)) for of in self._buffers.values())
