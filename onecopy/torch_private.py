@@ -342,6 +342,30 @@ def step_hooks(optimizer: Optimizer) -> tuple[Hooks, Hooks]:
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """``optimizer.step`` without the wrapper that torch puts around it for hooks and profiling.
+
+    Why: the wrapper runs the *global* step hooks, which belong to the user's one step and not to
+    the steps that we take inside it. Hooks of the instance itself are kept.
+    """
+    function: Any = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before, after = step_hooks(optimizer)
+        for pre_hook in before.values():
+            changed = pre_hook(optimizer, (optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed
+        result = function(optimizer, *args, **kwargs)
+        for post_hook in after.values():
+            post_hook(optimizer, (optimizer, *args), kwargs)
+        return result
+
+    return step
+
+
 def state_dict_hooks(optimizer: Optimizer) -> tuple[Hooks, Hooks]:
     return optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
 

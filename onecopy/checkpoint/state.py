@@ -32,7 +32,6 @@ from onecopy.planning.traits import (
     class_name,
     is_per_element,
     is_torch_class,
-    number_at_start,
     options_of,
     tensors_in,
 )
@@ -325,10 +324,12 @@ def _at_start(template: StateTemplate, shard: StateShard, device: torch.device) 
     if shard.is_master:
         return shard
     if not shard.is_tensor:
-        return replace(shard, data=number_at_start(shard.data))
+        is_number = type(shard.data) in (int, float)
+        return replace(shard, data=type(shard.data)(0)) if is_number else shard
     like = shard.data
     is_integer = not (like.is_floating_point() or like.is_complex())
-    start = 0 if is_integer else template.start_of(str(shard.path[0]))
+    known = template.start_of(str(shard.path[0]))
+    start = 0 if is_integer else -0.0 if known is None else known
     device = device if like.is_meta else like.device
     return replace(
         shard, data=torch.tensor(start, dtype=like.dtype, device=device).expand(like.shape)
@@ -379,7 +380,7 @@ def _existed(shards: Sequence[StateShard], template: StateTemplate) -> _Existed:
         for shard in shards
         if shard.is_tensor
         and not shard.is_master
-        and template.is_marked(str(shard.path[0]))
+        and template.start_of(str(shard.path[0])) is None
         and shard.data.is_floating_point()
     ]
     with_elements = [mark for mark in marks if mark.numel()]

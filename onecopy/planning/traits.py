@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy.planning.text import shown
-from onecopy.torch_private import step_hooks
+from onecopy.torch_private import step_without_hooks
 
 # Keys of a parameter group that are ours or torch's, not options of the optimizer class.
 OUR_KEYS = frozenset({"optimizer_class", "partition"})
@@ -191,10 +191,14 @@ def _try_out(
         warnings.simplefilter("ignore")
         try:
             found = _probe_small(optimizer_class, options)
-            if found.kind is not Kind.ELEMENTWISE:
-                return found
-            large = (_probe_large(optimizer_class, options, dtype) for dtype in dtypes)
-            return next((traits for traits in large if traits.kind is not Kind.ELEMENTWISE), found)
+            for dtype in dtypes:
+                if found.kind is Kind.ELEMENTWISE:
+                    # Some classes treat large tensors, or narrow dtypes, unlike small float32 ones.
+                    # At a multiple of 64 a cut does not change the bits of a vectorised loop.
+                    probe = _Probe(_LARGE_SHAPE, seed=3, steps=3, dtype=dtype)
+                    large = f" of a large {dtype} tensor"
+                    found = _probe_cut(optimizer_class, options, probe, at=64 * 101, what=large)
+            return found
         except _CallsClosureAgain:
             return Traits(
                 Kind.GLOBAL,
@@ -220,41 +224,33 @@ def _probe_small(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -
         raise ValueError("with these options its steps lead nowhere, so they show nothing")
     together = _run(optimizer_class, options, [first, second])
     second_alone = _run(optimizer_class, options, [second])
+    found = _probe_cut(optimizer_class, options, first, at=7)
+    are_equal = map(torch.equal, [*alone.values, *second_alone.values], together.values)
+    if found is not _RANDOM and not all(are_equal):
+        return Traits(Kind.GLOBAL, "its update of one parameter depends on the other parameters")
+    return found
+
+
+def _probe_cut(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    probe: _Probe,
+    at: int,
+    what: str = "",
+) -> Traits:
+    """The kind of the class, if a tensor that is cut there tells all."""
+    alone = _run(optimizer_class, options, [probe])
     if alone.drew_random_numbers:
         return _RANDOM
-    if not (
-        torch.equal(alone.values[0], together.values[0])
-        and torch.equal(second_alone.values[0], together.values[1])
-    ):
-        return Traits(Kind.GLOBAL, "its update of one parameter depends on the other parameters")
-    if not alone.state_is_parameter_shaped:
-        return Traits(Kind.WHOLE, "its state is not shaped like the parameter")
     try:
-        cut = _run(optimizer_class, options, first.cut(at=7))
+        cut = _run(optimizer_class, options, probe.cut(at))
     except Exception:
         return Traits(Kind.WHOLE, "it does not accept one-dimensional shards")
-    if not cut.state_is_parameter_shaped:
-        return Traits(Kind.WHOLE, "its state is not shaped like the parameter")
-    if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
-        return Traits(Kind.WHOLE, "its update of an element depends on the rest of the tensor")
-    return _ELEMENTWISE
-
-
-def _probe_large(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
-) -> Traits:
-    """Some classes treat large tensors, or narrow dtypes, unlike small float32 ones."""
-    probe = _Probe(_LARGE_SHAPE, seed=3, steps=3, dtype=dtype)
-    alone = _run(optimizer_class, options, [probe])
-    # At a multiple of 64, where a cut does not change the bits of a vectorised loop.
-    cut = _run(optimizer_class, options, probe.cut(at=64 * 101))
-    if alone.drew_random_numbers:
-        return _RANDOM
     if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
-        return Traits(Kind.WHOLE, f"its state of a large {dtype} tensor is not shaped like it")
+        return Traits(Kind.WHOLE, f"its state{what} is not shaped like the parameter")
     if not torch.equal(torch.cat(cut.values), alone.values[0].flatten()):
         return Traits(
-            Kind.WHOLE, f"its update of an element of a large {dtype} tensor depends on the rest"
+            Kind.WHOLE, f"its update of an element{what} depends on the rest of the tensor"
         )
     return _ELEMENTWISE
 
@@ -310,22 +306,6 @@ def _run(
         optimizer.train()
     step = step_without_hooks(optimizer)
     takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-    for gradients in zip(*(probe.gradients for probe in probes), strict=True):
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient.clone()
-        _step_once(step, takes_closure)
-    shaped = all(
-        value.shape in ((), param.shape)
-        if type(value) is torch.Tensor
-        else not isinstance(value, (torch.Tensor, list, tuple, dict))
-        for param in params
-        for value in optimizer.state[param].values()
-    )
-    drew = not torch.equal(random, torch.default_generator.get_state())
-    return _Run([param.detach() for param in params], shaped, drew)
-
-
-def _step_once(step: Callable[..., Any], takes_closure: bool) -> None:
     calls = 0
 
     def closure() -> torch.Tensor:
@@ -335,31 +315,20 @@ def _step_once(step: Callable[..., Any], takes_closure: bool) -> None:
             raise _CallsClosureAgain
         return torch.tensor(0.0)
 
-    step(closure=closure) if takes_closure else step()
-
-
-def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
-    """``optimizer.step`` without the wrapper that torch puts around it for hooks and profiling.
-
-    Why: the wrapper runs the *global* step hooks, which belong to the user's one step and not to
-    the steps that we take inside it. Hooks of the instance itself are kept.
-    """
-    function: Any = type(optimizer).step
-    if getattr(function, "hooked", False):
-        function = function.__wrapped__
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        before, after = step_hooks(optimizer)
-        for pre_hook in before.values():
-            changed = pre_hook(optimizer, (optimizer, *args), kwargs)
-            if changed is not None:
-                (_, *args), kwargs = changed
-        result = function(optimizer, *args, **kwargs)
-        for post_hook in after.values():
-            post_hook(optimizer, (optimizer, *args), kwargs)
-        return result
-
-    return step
+    for gradients in zip(*(probe.gradients for probe in probes), strict=True):
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+        calls = 0
+        step(closure=closure) if takes_closure else step()
+    shaped = all(
+        value.shape in ((), param.shape)
+        if type(value) is torch.Tensor
+        else not isinstance(value, (torch.Tensor, list, tuple, dict))
+        for param in params
+        for value in optimizer.state[param].values()
+    )
+    drew = not torch.equal(random, torch.default_generator.get_state())
+    return _Run([param.detach() for param in params], shaped, drew)
 
 
 def class_name(cls: type) -> str:
@@ -381,17 +350,12 @@ _PRIMES = (131, 137, 139, 149, 151, 157)
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of the state of an elementwise class, by key: of each element, and of each shard."""
+    """The state of an elementwise class: its keys, with the bytes of an element and of a shard."""
 
-    per_element: tuple[tuple[str, int], ...]
-    per_shard: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int, int], ...]
 
     def of(self, elements: int, shards: int) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for counts, times in ((self.per_element, elements), (self.per_shard, shards)):
-            for key, size in counts:
-                found[key] = found.get(key, 0) + size * times
-        return found
+        return {key: element * elements + shard * shards for key, element, shard in self.sizes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,13 +393,13 @@ class StateTemplate:
             return self._step_on(torch.zeros_like(param))
 
     def bytes_of_shards(self, dtype: torch.dtype) -> StateBytes:
-        per_element, per_shard = {}, {}
+        sizes = []
         for key, value in self.for_shard(dtype, torch.device("cpu")).items():
             tensors = tensors_in(value)
-            per_element[str(key)] = sum(t.element_size() for t in tensors if is_per_element(t))
-            others = (t for t in tensors if not is_per_element(t))
-            per_shard[str(key)] = sum(t.numel() * t.element_size() for t in others)
-        return StateBytes(_present(per_element), _present(per_shard))
+            element = sum(t.element_size() for t in tensors if is_per_element(t))
+            shard = sum(t.nbytes for t in tensors if not is_per_element(t))
+            sizes.append((str(key), element, shard))
+        return StateBytes(tuple(sorted(size for size in sizes if any(size[1:]))))
 
     def bytes_of_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, int]:
         """Bytes of the state of a whole parameter, by key."""
@@ -453,7 +417,7 @@ class StateTemplate:
             str(key): sum(_real_numel(t, originals) * t.element_size() for t in tensors_in(value))
             for key, value in state.items()
         }
-        return dict(_present(found))
+        return {key: count for key, count in sorted(found.items()) if count}
 
     def _step_on(self, values: torch.Tensor) -> dict[str, Any]:
         stand_in = torch.nn.Parameter(values.detach())
@@ -463,10 +427,6 @@ class StateTemplate:
         stand_in.grad = torch.zeros_like(stand_in)
         if isinstance(optimizer, torch.optim.SparseAdam):
             stand_in.grad = torch.ones_like(stand_in).to_sparse()
-        self._try_step(optimizer)
-        return dict(optimizer.state.get(stand_in, {}))
-
-    def _try_step(self, optimizer: Optimizer) -> None:
         try:
             step_without_hooks(optimizer)()
         except (MemoryError, torch.OutOfMemoryError):
@@ -476,24 +436,17 @@ class StateTemplate:
                 f"{class_name(self.optimizer_class)} cannot take a step with the options that it "
                 f"has: {shown(error, longest=200)}"
             ) from error
+        return dict(optimizer.state.get(stand_in, {}))
 
-    @property
-    def _starts(self) -> Mapping[str, Any]:
-        classes = (cls for cls in self.optimizer_class.__mro__ if cls in _STARTS)
-        return _STARTS.get(next(classes, Optimizer), {})
-
-    def is_marked(self, key: str) -> bool:
-        """Whether a state begins with negative zeros."""
-        return key not in self._starts
-
-    def start_of(self, key: str) -> float:
-        """The value with which a state begins; -0.0 unless the class is known to start elsewhere.
+    def start_of(self, key: str) -> float | None:
+        """The value with which a state begins, if the class is known to begin with another than 0.
 
         >>> StateTemplate(torch.optim.NAdam, ..., lr=0.1).start_of("mu_product")
         1.0
         """
-        known = self._starts.get(key, -0.0)
-        return float(self.lr) if known is _LR else float(known)
+        classes = (cls for cls in self.optimizer_class.__mro__ if cls in _STARTS)
+        known = _STARTS.get(next(classes, Optimizer), {}).get(key)
+        return float(self.lr) if known is _LR else known
 
 
 _LR: Any = object()
@@ -507,11 +460,6 @@ _STARTS: Mapping[type[Optimizer], Mapping[str, Any]] = {
 def is_per_element(value: torch.Tensor) -> bool:
     """Whether a tensor of ``StateTemplate.for_shard`` has an element for each of the shard's."""
     return tuple(value.shape) == _TOY_SHAPE
-
-
-def number_at_start(value: Any) -> Any:
-    """A plain value of a state as it is before the first step."""
-    return type(value)(0) if type(value) in (int, float) else value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -535,7 +483,3 @@ def _real_numel(tensor: torch.Tensor, originals: Mapping[int, int]) -> int:
         while numel and numel % prime == 0:
             numel, factor = numel // prime, factor * original
     return numel * factor
-
-
-def _present(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((key, count) for key, count in sorted(counts.items()) if count)

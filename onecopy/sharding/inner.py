@@ -27,8 +27,8 @@ from onecopy.comm.stats import Phase, named
 from onecopy.planning.layout import flat_range, in_layout_of
 from onecopy.planning.param_groups import MASTER, grad_dtype, update_dtype
 from onecopy.planning.plan import Plan, Shard
-from onecopy.planning.traits import class_name, is_torch_class, options_of, step_without_hooks
-from onecopy.torch_private import step_hooks, version_of
+from onecopy.planning.traits import class_name, is_torch_class, options_of
+from onecopy.torch_private import step_hooks, step_without_hooks, version_of
 
 # -------------------------------------------------------------------------- owned shards
 

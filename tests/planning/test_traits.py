@@ -35,10 +35,10 @@ from onecopy.planning.traits import (
     Kind,
     is_elementwise,
     partition_kind,
-    step_without_hooks,
     traits_of,
     update_cost,
 )
+from onecopy.torch_private import step_without_hooks
 
 TORCH_CLASSES = [
     cls

@@ -337,7 +337,7 @@ def was_read(memory: SharedMemory) -> bool:
 
 # ------------------------------- functions and constants of modules -------------------------------
 
-TRIES_A_STEP = "_try_step"  # raises what an optimizer class raised on empty tensors
+TRIES_A_STEP = "_step_on"  # raises what an optimizer class raised on empty tensors
 RECORDS_A_REFUSAL = "_tear"
 wait_for_readers = local_ranks._linger
 known_kinds = traits._KNOWN
