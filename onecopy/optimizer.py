@@ -641,7 +641,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Only needed with ``lazy_gather=True`` (see :meth:`attach`).
         """
-        self._params.all_gathers.wait()
+        if self._params.all_gathers.queue.in_flight:
+            self._params.all_gathers.queue.wait()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backwards accumulate this rank's gradients, as DDP's does.

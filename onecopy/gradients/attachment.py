@@ -78,7 +78,7 @@ class Attachment:
             modules = [module]
         self._patches = [ZeroGrad(each, self.zero_grad) for each in modules]
         self.reducer.when_dropped = self._monitor.when_disagreeing = self.hooks.start_over
-        self._lazy = LazyGather(module, sharded_params.all_gathers) if lazy_gather else None
+        self._lazy = LazyGather(module, sharded_params.all_gathers.queue) if lazy_gather else None
         sharded_params.gathers_lazily = lazy_gather
         sharded_params.follower = self
 
@@ -100,7 +100,7 @@ class Attachment:
         sharded_params.follower, sharded_params.gathers_lazily = None, False
         self._monitor.when_disagreeing = do_nothing
         if self._monitor.refusal is not None:
-            sharded_params.all_gathers.forget()
+            sharded_params.all_gathers.queue.discard()
         with contextlib.ExitStack() as undoing:  # in reverse order
             undoing.callback(self.reducer.release_unused)
             undoing.callback(sharded_params.all_gathers.release_staging)  # it may be the reducer's

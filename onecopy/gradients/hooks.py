@@ -31,7 +31,7 @@ from onecopy.gradients.join import JoinParticipant
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import is_dense
 from onecopy.planning.plan import Plan
-from onecopy.sharding.engine import AllGathers
+from onecopy.sharding.engine import BucketQueue
 from onecopy.torch_private import (
     disable_dynamo,
     divides_by_all_ranks,
@@ -577,7 +577,7 @@ class LazyGather:
     modules around it. Until then, and outside of training, every module waits for all buckets.
     """
 
-    def __init__(self, module: torch.nn.Module, all_gathers: AllGathers) -> None:
+    def __init__(self, module: torch.nn.Module, all_gathers: BucketQueue) -> None:
         self._is_removed = False
         self._all_gathers = all_gathers
         self._own: dict[torch.nn.Module, set[int]] = {}  # buckets of each module's own parameters

@@ -24,11 +24,9 @@ from onecopy.comm.group import GATHER_TAGS, RankGroup
 from onecopy.comm.interface import (
     BucketLayout,
     Buffer,
-    Collective,
     Comm,
     GradientSlot,
     ReduceBuffers,
-    make_comm,
 )
 from onecopy.comm.monitor import Handle, do_nothing
 from onecopy.comm.stats import Phase
@@ -37,7 +35,13 @@ from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment, Shard
 from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_staging, sum_dtype
 from onecopy.planning.text import name_ranks, plural
-from onecopy.sharding.engine import BucketQueue, GradPhase, QueuedBucket, StagingPool
+from onecopy.sharding.engine import (
+    BucketQueue,
+    GradPhase,
+    QueuedBucket,
+    StagingRequest,
+    allocate_staging,
+)
 from onecopy.torch_private import flatten_dense_tensors
 
 _WORTH_ITS_OWN_CALL = 1 << 14  # elements: below, one call for many tensors is cheaper
@@ -188,16 +192,6 @@ def _in_form_of(param: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 _grad, _layout, _stride = attrgetter("grad"), attrgetter("layout"), torch.Tensor.stride
 
 
-class _Staging:
-    """The memory through which the gradients of all buckets pass."""
-
-    def __init__(self) -> None:
-        self.send, self.receive, self.sums = StagingPool(), StagingPool(), StagingPool()
-
-    def nbytes(self) -> int:
-        return self.send.nbytes() + self.receive.nbytes() + self.sums.nbytes()
-
-
 class _Prepared(NamedTuple):
     """What follows from a plan: replaced as a whole, or not at all."""
 
@@ -209,7 +203,7 @@ class _Prepared(NamedTuple):
     are_dense: Sequence[bool] = ()  # by parameter
     # For each shard of this rank in a bucket: its parameter, and where its gradient is.
     views: Sequence[Sequence[tuple[int, torch.Tensor]]] = ()
-    staging: _Staging = _Staging()
+    staging: Collection[Buffer] = ()  # through which the gradients of all buckets pass
 
 
 _ATTACHMENTS = 4000  # with tags of their own
@@ -306,7 +300,6 @@ class GradientReducer:
         """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
         self._rank_group = rank_group
         self._dtypes = reduce_dtype, master_dtype
-        self._comms: dict[torch.device, Comm] = {}
         # Apart from all-gathers and other attachments: ranks on which one backward reaches several
         # attached modules may launch their buckets in different orders.
         self._first_tag = GATHER_TAGS * (1 + rank_group.monitor.status.attachments % _ATTACHMENTS)
@@ -353,14 +346,23 @@ class GradientReducer:
                 for number in range(len(kept), len(plan.buckets))
             ),
         ]
-        comms = [self._comm_for(bucket.wire.device) for bucket in buckets]
-        self.release_unused()
-        staging = _Staging()
-        ops = self._operations(plan, buckets, comms, staging)  # may fail: nothing has changed yet
+        comms = [self._queue.comm_for(bucket.wire.device) for bucket in buckets]
+        self._queue.release_unused()
+        # May fail: nothing has changed yet.
+        staging = allocate_staging(self._requests(plan, buckets, comms))
         buckets_of: dict[int, tuple[int, ...]] = {}
-        for bucket, (send, op) in zip(buckets, ops, strict=True):
-            bucket.send, bucket.op = send, op
-            bucket.fills = tuple(_fills(bucket.layout.segments(), params, send.tensor))
+        ops = [
+            comm.reduce_scatter(
+                bucket.layout,
+                ReduceBuffers(*staging[3 * bucket.number : 3 * bucket.number + 3]),
+                bucket.slot,
+                self._first_tag + bucket.number,
+            )
+            for bucket, comm in zip(buckets, comms, strict=True)
+        ]
+        for bucket, op in zip(buckets, ops, strict=True):
+            bucket.send, bucket.op = op.buffers[0], op
+            bucket.fills = tuple(_fills(bucket.layout.segments(), params, bucket.send.tensor))
             alone = (bucket.number,)  # the same for nearly all
             for index in bucket.params:
                 buckets_of[index] = (
@@ -377,47 +379,31 @@ class GradientReducer:
             for bucket in buckets
         ]
         dense = list(map(is_dense, params))
-        self._prepared = _Prepared(plan, params, forms, buckets, buckets_of, dense, views, staging)
+        self._prepared = _Prepared(
+            plan, params, forms, buckets, buckets_of, dense, views, set(staging)
+        )
 
-    def _comm_for(self, device: torch.device) -> Comm:
-        if device not in self._comms:
-            self._comms[device] = make_comm(self._rank_group, device)
-        return self._comms[device]
-
-    def _operations(
-        self,
-        plan: Plan,
-        buckets: Sequence[GradBucket],
-        comms: Sequence[Comm],
-        staging: _Staging,
-    ) -> list[tuple[Buffer, Collective]]:
-        """Staging and the reduce-scatter of each bucket."""
-        turns, wide = [], []
+    def _requests(
+        self, plan: Plan, buckets: Sequence[GradBucket], comms: Sequence[Comm]
+    ) -> list[StagingRequest]:
+        """The staging of each bucket, in the order of ``ReduceBuffers``."""
+        found = []
         for bucket, comm in zip(buckets, comms, strict=True):
             number, wire, held = bucket.number, bucket.wire, bucket.slot.tensor.dtype
-            turns.append((number % (IN_FLIGHT + comm.spare_buffers), number % IN_FLIGHT))
-            wide.append(wire.to(sum_dtype(wire.dtype, held)))
-            sizes = wire.itemsize, held.itemsize, wide[-1].dtype != wire.dtype
+            sums = wire.to(sum_dtype(wire.dtype, held))
+            sizes = wire.itemsize, held.itemsize, sums.dtype != wire.dtype
             needed = reduce_scatter_staging(plan, number, self._rank_group.rank, comm.links, *sizes)
-            staging.send.announce(turns[-1][0], bucket.layout.numel, wire)
-            staging.receive.announce(turns[-1][1], needed.received, wire)
-            staging.sums.announce(turns[-1][1], needed.sums, wide[-1])
-        found = []
-        for bucket, comm, (send_turn, turn), sums in zip(buckets, comms, turns, wide, strict=True):
-            buffers = ReduceBuffers(
-                staging.send.reserve(send_turn, bucket.wire, comm.allocate),
-                staging.receive.reserve(turn, bucket.wire, Buffer.allocate),
-                staging.sums.reserve(turn, sums, Buffer.allocate),
-            )
-            tag = self._first_tag + bucket.number
-            op = comm.reduce_scatter(bucket.layout, buffers, bucket.slot, tag)
-            found.append((buffers.send, op))
+            turn, send_turn = number % IN_FLIGHT, number % (IN_FLIGHT + comm.spare_buffers)
+            found += [
+                StagingRequest(("send", send_turn), bucket.layout.numel, wire, comm.allocate),
+                StagingRequest(("receive", turn), needed.received, wire, Buffer.allocate),
+                StagingRequest(("sums", turn), needed.sums, sums, Buffer.allocate),
+            ]
         return found
 
     def release_unused(self) -> None:
         """Let go of memory that belonged to the staging before."""
-        for comm in self._comms.values():
-            comm.release_unused()
+        self._queue.release_unused()
 
     def send_buffer(self, bucket: int, dtype: torch.dtype) -> Buffer | None:
         """The memory from which a bucket is sent, for its all-gather, if that is of this dtype."""
@@ -432,7 +418,7 @@ class GradientReducer:
     @property
     def staged_bytes(self) -> int:
         """Memory that buckets pass through; it is kept between the steps."""
-        return self._prepared.staging.nbytes()
+        return sum(buffer.tensor.nbytes for buffer in self._prepared.staging)
 
     def laid_out(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients by parameter, each in the order in which the parameter is stored."""
@@ -791,7 +777,7 @@ class GradientReducer:
             self._queue.discard()
             if self._used is not None:
                 gave_up = self._used.read().gave_up
-        self._queue.forget()  # without a group nothing will arrive
+        self._queue.discard()  # without a group, too
         self._backward, self._used, self._late = None, None, {}
         self.clear()
         if gave_up:

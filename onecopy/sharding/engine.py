@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +33,13 @@ from onecopy.comm.monitor import do_nothing
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import fills_its_storage, is_dense, one_of_each
 from onecopy.planning.plan import Plan, Stream
-from onecopy.planning.sizes import IN_FLIGHT, SHARED_BUFFERS, all_gather_staging, in_flight_limit
+from onecopy.planning.sizes import (
+    IN_FLIGHT,
+    SHARED_BUFFERS,
+    AllGatherStaging,
+    all_gather_staging,
+    in_flight_limit,
+)
 from onecopy.torch_private import disable_dynamo
 
 
@@ -87,10 +93,22 @@ class BucketQueue:
         then."""
         self._group, self._phase = group, phase
         self._in_flight_phase, self._done_phase = in_flight, done
+        # Of its own. Why: two queues may launch their buckets in different orders on two ranks.
+        self._comms: dict[torch.device, Comm] = {}
         self.limit = IN_FLIGHT
         # By number, the oldest first. A bucket may have got another operation in the meantime.
         self.in_flight: dict[int, tuple[QueuedBucket, Collective]] = {}
         self.launched = 0  # buckets, since construction
+
+    def comm_for(self, device: torch.device) -> Comm:
+        if device not in self._comms:
+            self._comms[device] = make_comm(self._group, device)
+        return self._comms[device]
+
+    def release_unused(self) -> None:
+        """Let go of memory that belonged to the staging before."""
+        for comm in self._comms.values():
+            comm.release_unused()
 
     def _abandon_on_error(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
@@ -100,7 +118,7 @@ class BucketQueue:
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def launch(self, bucket: QueuedBucket, fill: Callable[[], object] = do_nothing) -> None:
+    def launch(self, bucket: QueuedBucket, fill: Callable[[], object] | None = None) -> None:
         """Start the operation of a bucket; ``fill`` its buffers before."""
         number, op = bucket.number, bucket.op
         while len(self.in_flight) >= self.limit:
@@ -113,10 +131,11 @@ class BucketQueue:
         with self._group.counters.launching(self._phase, number):
             for buffer in op.buffers:
                 buffer.wait_until_read()  # may fail: nothing is in flight yet
-            fill()
+            if fill is not None:
+                fill()
             with self._abandon_on_error("sending gradients"):
                 op.start()
-                bucket.move_to(self._in_flight_phase)
+                bucket.phase = self._in_flight_phase
                 for buffer in op.buffers:
                     buffer.wait_for_user = functools.partial(self.wait, [number])
                 self.in_flight[number] = bucket, op
@@ -124,8 +143,6 @@ class BucketQueue:
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Until these buckets, or all, are complete."""
-        if not self.in_flight:
-            return
         for number in list(self.in_flight) if buckets is None else buckets:
             if number in self.in_flight:
                 self._finish(number)
@@ -142,34 +159,21 @@ class BucketQueue:
                 self._cross_off(bucket, op)
 
     def _cross_off(self, bucket: QueuedBucket, op: Collective) -> None:
-        bucket.move_to(self._done_phase)
+        bucket.phase = self._done_phase
         for buffer in op.buffers:
             buffer.wait_for_user = None
         del self.in_flight[bucket.number]
 
     def discard(self) -> None:
-        """Wait for all, and use nothing of what arrives."""
+        """Wait for all, and use nothing of what arrives. Without a group nothing will arrive."""
         for bucket, op in list(self.in_flight.values()):
-            op.wait()
-            op.discard()
-            self._cross_off(bucket, op)
-
-    def forget(self) -> None:
-        """Without waiting: when there is no group any more, nothing will arrive."""
-        for bucket, op in list(self.in_flight.values()):
+            if self._group.monitor.refusal is None:
+                op.wait()
+                op.discard()
             self._cross_off(bucket, op)
 
 
 # -------------------------------------------------------------------------- memory
-
-
-class _Place(NamedTuple):
-    """Where a parameter lives, and in which form. Not as a tensor: there may be thousands."""
-
-    stream: int
-    start: int
-    shape: torch.Size
-    stride: tuple[int, ...]
 
 
 class FlatStorage:
@@ -184,10 +188,12 @@ class FlatStorage:
         self._streams: tuple[Stream, ...] = ()  # those of the plan, each with ...
         self._flats: list[torch.Tensor] = []  # ... its storage
         self._complete: list[bool] = []  # whether all parameters of the stream live in it
-        self._places: dict[int, _Place] = {}
+        # By parameter: its stream, and its view. Not as a tensor: there may be thousands.
+        self._places: dict[int, tuple[int, tuple[torch.Size, tuple[int, ...], int]]] = {}
 
     def adopt(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
-        """Move in the parameters of the plan's streams that live elsewhere.
+        """Move in the parameters of the plan's streams that live elsewhere, and move back what was
+        given other memory in the meantime.
 
         If the plan does not extend the one before, everybody moves.
         """
@@ -196,22 +202,17 @@ class FlatStorage:
         self._streams = plan.streams
         for number, stream in enumerate(plan.streams[len(self._flats) :], len(self._flats)):
             like = params[stream.params[0]]
-            flat = torch.zeros(stream.stop, dtype=like.dtype, device=like.device)
+            self._flats.append(torch.zeros(stream.stop, dtype=like.dtype, device=like.device))
             forms = one_of_each((params[i].shape, params[i].stride()) for i in stream.params)
             for index, start, form in zip(stream.params, stream.starts, forms, strict=True):
                 param = params[index]
                 if index in self._places or (is_dense(param) and fills_its_storage(param)):
-                    self._places[index] = _Place(number, start, *form)
-            self._flats.append(flat)
+                    self._places[index] = number, (*form, start)
             self._complete.append(all(index in self._places for index in stream.params))
-        self.move_back(params)
-
-    def move_back(self, params: Sequence[torch.Tensor]) -> None:
-        """Move in what is new, and move back what was given other memory in the meantime."""
-        for index, place in self._places.items():
-            param, flat = params[index], self._flats[place.stream]
-            if param.data_ptr() != flat.data_ptr() + place.start * flat.element_size():
-                memory = flat.as_strided(place.shape, place.stride, place.start)
+        for index, (number, view) in self._places.items():
+            param, flat = params[index], self._flats[number]
+            if param.data_ptr() != flat.data_ptr() + view[-1] * flat.element_size():
+                memory = flat.as_strided(*view)
                 memory.copy_(param.detach())
                 param.data = memory
 
@@ -220,45 +221,34 @@ class FlatStorage:
         return self._flats[stream][start:stop] if self._complete[stream] else None
 
 
-_BufferKey = tuple[int, torch.dtype, torch.device]
+class StagingRequest(NamedTuple):
+    """What a bucket needs of a buffer. Those of one turn, dtype and device share it."""
+
+    turn: Hashable
+    numel: int
+    like: torch.Tensor
+    allocate: Callable[[int, torch.Tensor], Buffer]
 
 
-class StagingPool:
-    """A few reusable buffers, by turn, dtype and device, each as large as its users need.
+def allocate_staging(requests: Sequence[StagingRequest]) -> list[Buffer]:
+    """The buffer of each request, as large as the largest of those that share it.
 
-    Fresh buffers of tens of megabytes would cost page faults in every step.
+    To be kept: fresh buffers of tens of megabytes would cost page faults in every step.
     """
-
-    def __init__(self) -> None:
-        self._sizes: dict[_BufferKey, int] = {}
-        self._buffers: dict[_BufferKey, Buffer] = {}
-
-    def announce(self, turn: int, numel: int, like: torch.Tensor) -> None:
-        """State what ``reserve`` will ask for. All is stated before the first reserve."""
-        key = turn, like.dtype, like.device
-        self._sizes[key] = max(numel, self._sizes.get(key, 0))
-
-    def reserve(
-        self, turn: int, like: torch.Tensor, allocate: Callable[[int, torch.Tensor], Buffer]
-    ) -> Buffer:
-        """The buffer of a turn: the same in every call."""
-        key = turn, like.dtype, like.device
-        if key not in self._buffers:
-            self._buffers[key] = allocate(self._sizes[key], like)
-        return self._buffers[key]
-
-    def nbytes(self) -> int:
-        return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
+    keys = [(each.turn, each.like.dtype, each.like.device) for each in requests]
+    largest: dict[Hashable, StagingRequest] = {}
+    for key, request in zip(keys, requests, strict=True):
+        if key not in largest or request.numel > largest[key].numel:
+            largest[key] = request
+    buffers = {key: each.allocate(each.numel, each.like) for key, each in largest.items()}
+    return [buffers[key] for key in keys]
 
 
 # -------------------------------------------------------------------------- parameters
 
-
-class SendBuffers(Protocol):
-    """The memory from which gradients are sent. They have left it when parameters are gathered."""
-
-    def __call__(self, bucket: int, dtype: torch.dtype) -> Buffer | None:
-        """That of a bucket, if local ranks can read it and it is of this dtype."""
+# The memory from which the gradients of a bucket are sent, if local ranks can read it and it is of
+# a dtype. They have left it when parameters are gathered.
+SendBuffers = Callable[[int, torch.dtype], Buffer | None]
 
 
 class AllGathers:
@@ -273,21 +263,20 @@ class AllGathers:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._comms: dict[torch.device, Comm] = {}
-        self._queue = BucketQueue(
+        self.queue = BucketQueue(
             group, Phase.ALL_GATHER, ParamPhase.GATHERING, ParamPhase.REPLICATED
         )
-        self._params: Sequence[torch.Tensor] = ()
-        self.buckets: list[QueuedBucket] | None = []  # None: preparing them has failed
-        self._packed, self._shared = StagingPool(), StagingPool()
-        self._is_lazy = False
+        # None if preparing them has failed for lack of memory or files, and while they change.
+        self.buckets: list[QueuedBucket] | None = []
         self.order: Sequence[int] = ()  # in which the buckets are to be launched
+        self._params: Sequence[torch.Tensor] = ()
+        self._staging: Collection[Buffer] = ()
+        self._is_lazy = False
 
     def release_staging(self) -> None:
         """It is about to change: nothing can be gathered before ``prepare``."""
-        self.wait()
-        self.buckets = None
-        self._packed, self._shared = StagingPool(), StagingPool()
+        self.queue.wait()
+        self.buckets, self._staging = None, ()
 
     def prepare(
         self,
@@ -312,103 +301,70 @@ class AllGathers:
         if self._group.world_size == 1:
             self.buckets = []
             return
-        limit = self._queue.limit = in_flight_limit(len(numbers), lazy)
+        limit = self.queue.limit = in_flight_limit(len(numbers), lazy)
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
-        gathered = [self._params_of(plan, number, memory, storage) for number in numbers]
-        comms = [self._comm_for(each.like.device) for each in gathered]
-        for comm in self._comms.values():
-            comm.release_unused()
-        # What is in flight when a step is over would still be read in the next backward.
-        reused = None if lazy else send_buffers
-        needed = []
-        for each, comm in zip(gathered, comms, strict=True):
-            number, like = each.layout.index, each.like
-            dense = functools.partial(_is_dense, memory)
-            staging = all_gather_staging(
-                plan, number, self._group.rank, comm.links, each.flat is not None, dense
+        found: list[tuple[Comm, BucketParams, AllGatherStaging, Buffer | None]] = []
+        requests = []
+        for number, bucket in enumerate(plan.buckets):
+            where = bucket.stream, bucket.start, bucket.stop
+            flat = None if storage is None else storage.range(*where)
+            each = BucketParams(BucketLayout(plan, number), memory, flat)
+            like, comm = each.like, self.queue.comm_for(each.like.device)
+            needed = all_gather_staging(
+                plan,
+                number,
+                self._group.rank,
+                comm.links,
+                flat is not None,
+                lambda index: is_dense(memory[index]),
             )
-            own = reused(number, like.dtype) if reused is not None and staging.shared else None
-            needed.append((staging, own))
-            if staging.packed:
-                self._packed.announce(number % limit, staging.packed, like)
-            if staging.shared and own is None:
-                self._shared.announce(number % max(SHARED_BUFFERS, limit), staging.shared, like)
-        buckets = []
-        for each, comm, (staging, own) in zip(gathered, comms, needed, strict=True):
-            number, like, packed, shared = each.layout.index, each.like, None, own
-            if staging.packed:
-                packed = self._packed.reserve(number % limit, like, Buffer.allocate)
-            if staging.shared and shared is None:
-                turn = number % max(SHARED_BUFFERS, limit)
-                shared = self._shared.reserve(turn, like, comm.allocate)
-            buckets.append(QueuedBucket(number, ParamPhase.REPLICATED))
-            buckets[-1].op = comm.all_gather(each, GatherBuffers(packed, shared))
-        self.buckets = buckets
-
-    def _params_of(
-        self,
-        plan: Plan,
-        number: int,
-        memory: Sequence[torch.Tensor],
-        storage: FlatStorage | None,
-    ) -> BucketParams:
-        bucket = plan.buckets[number]
-        flat = None if storage is None else storage.range(bucket.stream, bucket.start, bucket.stop)
-        return BucketParams(BucketLayout(plan, number), memory, flat)
-
-    def _comm_for(self, device: torch.device) -> Comm:
-        if device not in self._comms:
-            self._comms[device] = make_comm(self._group, device)
-        return self._comms[device]
+            # What is in flight when a step is over would still be read in the next backward.
+            reused = None
+            if send_buffers is not None and needed.shared and not lazy:
+                reused = send_buffers(number, like.dtype)
+            turn, numel = number % max(SHARED_BUFFERS, limit), 0 if reused else needed.shared
+            requests += [
+                StagingRequest(("packed", number % limit), needed.packed, like, Buffer.allocate),
+                StagingRequest(("shared", turn), numel, like, comm.allocate),
+            ]
+            found.append((comm, each, needed, reused))
+        self.queue.release_unused()
+        buffers = allocate_staging(requests)
+        self._staging = set(buffers)
+        prepared = []
+        for number, (comm, each, needed, reused) in enumerate(found):
+            packed, shared = buffers[2 * number : 2 * number + 2]
+            staging = GatherBuffers(
+                packed if needed.packed else None, (reused or shared) if needed.shared else None
+            )
+            prepared.append(QueuedBucket(number, ParamPhase.REPLICATED))
+            prepared[-1].op = comm.all_gather(each, staging)
+        self.buckets = prepared
 
     def mark_updated(self, bucket: int) -> None:
         """This rank's part of a bucket is about to change. Waits for an all-gather of it."""
         if self._group.world_size > 1:
-            self.wait([bucket])
-            self._prepared()[bucket].move_to(ParamPhase.UPDATED)
+            assert self.buckets is not None  # whoever steps has seen to that
+            self.queue.wait([bucket])
+            self.buckets[bucket].move_to(ParamPhase.UPDATED)
 
     def launch(self, bucket: int) -> None:
         """Send this rank's part of a bucket, and receive the others', in the background."""
         if self._group.world_size > 1:
-            self._queue.launch(self._prepared()[bucket])
+            assert self.buckets is not None
+            self.queue.launch(self.buckets[bucket])
 
     def finish(self) -> None:
         """All buckets were launched: wait for them, unless that is left to others."""
         if not self._is_lazy:
-            self.wait()
+            self.queue.wait()
         # What arrives in place does not pass through autograd: without this, a backward through a
         # graph built before the step would silently use the new values.
         if self.buckets:
             torch.autograd.graph.increment_version(self._params)
 
-    def wait(self, buckets: Iterable[int] | None = None) -> None:
-        """Until these buckets, or all, have arrived."""
-        self._queue.wait(buckets)
-
-    @property
-    def is_prepared(self) -> bool:
-        """Not if there was too little memory or too few files, nor after ``release_staging``."""
-        return self.buckets is not None
-
-    def _prepared(self) -> list[QueuedBucket]:
-        assert self.buckets is not None  # whoever steps has seen to that
-        return self.buckets
-
-    def forget(self) -> None:
-        """What is in flight will never arrive."""
-        self._queue.forget()
-
-    @property
-    def in_flight(self) -> Iterable[int]:
-        """The buckets for which nobody has waited."""
-        return self._queue.in_flight
-
     @property
     def staged_bytes(self) -> int:
         """Memory of its own that buckets pass through; it is kept between the steps."""
-        return self._packed.nbytes() + self._shared.nbytes()
-
-
-def _is_dense(memory: Sequence[torch.Tensor], index: int) -> bool:
-    return is_dense(memory[index])
+        return sum(buffer.tensor.nbytes for buffer in self._staging)

@@ -251,7 +251,7 @@ class ShardedParams:
         if self._memory.has_moved():
             self.require_same_form()
             self.rebuild()
-        elif not self.all_gathers.is_prepared:  # a rebuild failed, or the optimizer was detached
+        elif self.all_gathers.buckets is None:  # a rebuild failed, or the optimizer was detached
             self.rebuild()
 
     def begin_sending(self) -> Sequence[int]:

@@ -325,7 +325,7 @@ def test_detach_undoes_all_after_a_collective_has_failed(world: World, where: st
     target, method = (
         (reducer_of(optimizer), "drop")
         if where == "reducer"
-        else (sharded_params.all_gathers, "wait")
+        else (sharded_params.all_gathers.queue, "wait")
     )
     with mock.patch.object(target, method, lost), pytest.raises(Lost):
         optimizer.detach()

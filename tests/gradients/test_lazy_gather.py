@@ -160,7 +160,7 @@ def test_parameters_of_a_module_that_is_never_called_are_awaited_first(world: Wo
     torch.manual_seed(0)
     model, optimizer = stepped(world, Attention())
     waited: list[int] = []
-    all_gathers = gatherer_of(optimizer)
+    all_gathers = gatherer_of(optimizer).queue
     wait = all_gathers.wait
 
     def spy(buckets: Any = None) -> None:

@@ -11,7 +11,7 @@ from onecopy.comm.interface import Buffer
 from onecopy.planning.layout import first_overlap, flat_range, is_dense, one_of_each
 from onecopy.planning.plan import ParamSpec, Plan, make_plan
 from onecopy.planning.traits import Kind
-from onecopy.sharding.engine import FlatStorage, StagingPool
+from onecopy.sharding.engine import FlatStorage, StagingRequest, allocate_staging
 
 # ------------------------------------------------------------------ remembered of thousands
 
@@ -122,7 +122,7 @@ def test_a_parameter_that_was_given_other_memory_is_brought_home_with_its_new_va
     params[0].data = torch.full((5, 3), 7.0)
     params[1].data = torch.full_like(params[1], 8.0)
     values = [param.detach().clone() for param in params]
-    homes.move_back(params)
+    homes.adopt(plan, params)
     assert [param.data_ptr() for param in params] == homed
     check_homes(homes, plan, params, values)
     assert params[0].unique().tolist() == [7.0]
@@ -160,30 +160,28 @@ def test_two_parameters_that_share_a_storage_go_on_sharing_it() -> None:
 
 def test_staging_is_reused_every_so_many_turns_and_fits_the_largest() -> None:
     like = torch.empty(0)
-    staging = StagingPool()
     wanted = [5, 8, 2, 9, 1, 2, 7]
-    for number, numel in enumerate(wanted):
-        staging.announce(number % 3, numel, like)
-    buffers = [staging.reserve(turn % 3, like, Buffer.allocate) for turn in range(len(wanted))]
+    buffers = allocate_staging(
+        [
+            StagingRequest(number % 3, numel, like, Buffer.allocate)
+            for number, numel in enumerate(wanted)
+        ]
+    )
     assert buffers == [buffers[number % 3] for number in range(len(wanted))]
     tensors = [buffer.tensor for buffer in buffers[:3]]
     assert [tensor.dtype for tensor in tensors] == [torch.float32] * 3
     assert [tensor.numel() for tensor in tensors] == [9, 8, 2]  # as large as its largest, no larger
     assert first_overlap(tensors) is None
-    assert staging.nbytes() == 4 * (9 + 8 + 2)
 
 
 def test_staging_of_other_dtypes_is_other_memory() -> None:
-    staging = StagingPool()
     narrow, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.float64)
-    for like in (narrow, wide):
-        staging.announce(0, 4, like)
-    buffers = [staging.reserve(0, like, Buffer.allocate).tensor for like in (narrow, wide)]
+    requests = [StagingRequest(0, 4, like, Buffer.allocate) for like in (narrow, wide)]
+    buffers = [buffer.tensor for buffer in allocate_staging(requests)]
     assert [buffer.dtype for buffer in buffers] == [torch.bfloat16, torch.float64]
     assert first_overlap(buffers) is None
 
 
 def test_staging_starts_without_garbage() -> None:
-    staging = StagingPool()
-    staging.announce(0, 1000, torch.empty(0))
-    assert not staging.reserve(0, torch.empty(0), Buffer.allocate).tensor.any()
+    (buffer,) = allocate_staging([StagingRequest(0, 1000, torch.empty(0), Buffer.allocate)])
+    assert not buffer.tensor.any()

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import World, distributed, pretend_hosts
-from inside import plan_of, traffic_of
+from inside import ALLOCATE_STAGING, plan_of, traffic_of
 from manners import BUCKET_VIEW, give_gradients, sharded
 from models import (
     SMALL_BUCKETS,
@@ -34,7 +34,6 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.planning.param_groups import Entry
-from onecopy.sharding.engine import StagingPool
 from onecopy.sharding.sharded_params import MemoryWatch, ModuleWatch, find_names
 
 
@@ -676,7 +675,7 @@ def test_a_conversion_for_which_memory_is_lacking_can_be_taken_back(world: World
     optimizer.attach(model)
     batch = model.batch((world.rank + 1, 1))
     model.double()
-    with mock.patch.object(StagingPool, "reserve", lost), pytest.raises(Lost):
+    with mock.patch.object(*ALLOCATE_STAGING, lost), pytest.raises(Lost):
         model(batch.double()).backward()
     model.float()
     optimizer.zero_grad()

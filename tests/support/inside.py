@@ -84,7 +84,7 @@ def gatherer_of(optimizer: ZeroRedundancyOptimizer) -> AllGathers:
 
 def comm_of(optimizer: ZeroRedundancyOptimizer) -> Comm:
     """The collectives of the all-gathers, of tensors on the CPU."""
-    return optimizer._params.all_gathers._comm_for(torch.device("cpu"))
+    return optimizer._params.all_gathers.queue.comm_for(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _prepared_gather(op: Any) -> PreparedGather:
 
 def in_flight(optimizer: ZeroRedundancyOptimizer) -> Collection[int]:
     """The buckets whose all-gather was launched and not awaited."""
-    return optimizer._params.all_gathers.in_flight
+    return optimizer._params.all_gathers.queue.in_flight
 
 
 def staged_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
@@ -349,6 +349,7 @@ pack, unpack = transfer._pack, transfer._unpack
 
 # ------------------------------- to be patched: (owner, name) -------------------------------
 
+ALLOCATE_STAGING = (reducer, "allocate_staging")
 AFTER_GATHER = (gloo._AllGather, "complete")
 ADD_CONTRIBUTIONS = (GradientSlot, "add")  # to the reduced gradient of a bucket
 ADD_RUN = (interface, "_add_run")  # the same for a run of its elements
