@@ -84,8 +84,16 @@ class PretendedGroup:
 
 
 def pretended_group(rank: int, world_size: int, way: str) -> Any:
-    make = {"memory": Topology.together, "hosts": two_hosts}.get(way, Topology.apart)
+    make = {"memory": together, "hosts": two_hosts}.get(way, apart)
     return PretendedGroup(rank, make(world_size), native=way == "slots")
+
+
+def together(world_size: int) -> Topology:
+    return Topology.by_name([0] * world_size)
+
+
+def apart(world_size: int) -> Topology:
+    return Topology.by_name(range(world_size))
 
 
 def two_hosts(world_size: int) -> Topology:

@@ -341,7 +341,7 @@ def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
-    local_ranks = LocalRanks(0, Topology.together(2), {1: os.getpid()})
+    local_ranks = LocalRanks(0, Topology(((0, 1),)), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
     memory.share([0])
     right = memory.address(memory.data)
@@ -350,12 +350,12 @@ def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
         local_ranks.map(1, right._replace(generation=right.generation + 1))
     assert memory_of(os.getpid(), memory.fd).tolist() == before
     assert local_ranks.map(1, right).generation == right.generation
-    local_ranks.abandon()
+    local_ranks.shared.clear()
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-8, 8), (8, 0), (0, 65), (2**60, 2**61)])
 def test_nothing_outside_of_lent_memory_is_read(start: int, stop: int) -> None:
-    local_ranks = LocalRanks(0, Topology.together(2), {1: os.getpid()})
+    local_ranks = LocalRanks(0, Topology(((0, 1),)), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
     shared_read = SharedRead(local_ranks, 1, (0, 1))
     shared_read.address = memory.address(memory.data)._replace(start=start, stop=stop)

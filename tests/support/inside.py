@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,10 @@ def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[PreparedGather]:
 
 def _prepared_gather(op: Any) -> PreparedGather:
     if isinstance(op, gloo._AllGather):
-        parts = [(owner, tensor) for owner, tensor, _ in op._messages]
-        return PreparedGather(op._copy_in, op._copy_out, parts, None, op._own, len(op._sources))
+        sent = {id(tensor): (op._comm.group.rank, tensor) for _, tensor in op.sent}.values()
+        parts = sorted([*sent, *op.received], key=operator.itemgetter(0))
+        shared = None if op.shared is None else op.shared[1]
+        return PreparedGather(op.copy_in, op.copy_out, parts, None, shared, len(op.sources))
     within = inspect.getclosurevars(op._launch).nonlocals
     parts = list(map(tuple, within.get("parts", ())))
     copies = (op._copy_in or CopyList(), op._copy_out or CopyList())
@@ -156,7 +159,7 @@ def staging_used(reducer: GradientReducer) -> Iterator[tuple[torch.Tensor, int]]
     for bucket in reducer._prepared.buckets:
         op: Any = bucket.op
         yield op._whole, op._whole.nbytes
-        tensors = [*op._received.values(), *op._relayed.values()]
+        tensors = [*dict(op.received).values(), *op._relayed.values()]
         for buffer in op.buffers[1:]:
             storage = buffer.tensor.untyped_storage().data_ptr()
             inside = [t for t in tensors if t.untyped_storage().data_ptr() == storage]
@@ -171,17 +174,29 @@ def prepare_fills(
     bucket.fills = tuple(reducer._fills(bucket.layout.segments(), params, staging))
 
 
-def pending_reads(comm: gloo.GlooComm, tag: int, sources: Any = None) -> gloo._Pending:
+class Pending(gloo._Operation):
+    """What is in flight, without what it is for."""
+
+    def __init__(self, comm: gloo.GlooComm) -> None:
+        super().__init__(comm, 0, ())
+
+    def _relay(self) -> None:
+        pass
+
+    complete = _relay
+
+
+def pending_reads(comm: gloo.GlooComm, tag: int, sources: Any = None) -> Pending:
     """What these ranks, or all on this host, will share next with a tag; to be awaited."""
-    pending = gloo._Pending(comm.group.monitor)
+    pending = Pending(comm)
     sources = comm.peers if sources is None else sources
     pending.reads = [comm.local_ranks.read_from(source, tag) for source in sources]
     return pending
 
 
-def pending_task(comm: gloo.GlooComm, task: Any) -> gloo._Pending:
+def pending_task(comm: gloo.GlooComm, task: Any) -> Pending:
     """What the relay thread does; to be awaited."""
-    pending = gloo._Pending(comm.group.monitor)
+    pending = Pending(comm)
     pending.tasks.append(task)
     return pending
 
@@ -357,7 +372,7 @@ ALL_GATHER_SINGLE = (c10d, "_all_gather_single")
 BACKENDS = (group, "backends")
 BEFORE_LAZY_FORWARD = (LazyGather, "_before")
 CLAIM_BUCKET = (GradientReducer, "_claim")  # for the thread that will launch it
-CAN_READ = (local_ranks, "_can_read")
+CAN_READ = (local_ranks, "_inboxes")  # none, if not
 STORE_ANSWER_SECONDS = (agreement, "_ANSWER_SECONDS")
 STORE_BEAT_SECONDS = (agreement, "_BEAT_SECONDS")
 STORE_DEAD_SECONDS = (agreement, "_DEAD_SECONDS")

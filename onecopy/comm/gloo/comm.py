@@ -6,15 +6,18 @@ hosts it passes once, through a relay rank. All other parts are *sent* by everyb
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.gloo.local_ranks import LocalRanks, Messages, SharedRead, find_local_ranks
-from onecopy.comm.gloo.shared_memory import SharedMemory
+from onecopy.comm.gloo.local_ranks import LocalRanks, SharedRead, find_local_ranks
+from onecopy.comm.gloo.shared_memory import NOT_COMING, SharedMemory
 from onecopy.comm.gloo.topology import ReduceRoutes
 from onecopy.comm.group import RankGroup, ranks_after
 from onecopy.comm.interface import (
@@ -31,11 +34,8 @@ from onecopy.comm.interface import (
     is_in_place,
     total_numel,
 )
-from onecopy.comm.monitor import GroupMonitor
 from onecopy.comm.waiting import BackgroundThread, Task, wait_here
 from onecopy.planning.sizes import Links, is_shared
-
-_WIDE = 4  # bytes of an element that is added up as it is
 
 # By process group: found once, by all ranks together.
 _local_ranks: weakref.WeakKeyDictionary[Any, LocalRanks] = weakref.WeakKeyDictionary()
@@ -55,17 +55,20 @@ class GlooComm(Comm):
         self.local_ranks, self.topology = found, found.topology
         self.peers = self.topology.local_peers(group.rank)
         self.spare_buffers = 1 if self.peers else 0
+        # Of parameters that a relay rank has received; gradients have no tag that is negative.
+        self.relayed_tag = -1 - group.tag
         self._relay_thread: BackgroundThread | None = None  # as long as there is nothing to relay
+        hosts = self.topology.hosts
+        relayed = self.topology.relayed_by(group.rank) if self.peers else ()
+        summing = sum(len(host) > 1 for host in hosts) - bool(self.peers)
+        self._links = Links(False, True, 1 + len(self.peers), relayed, len(hosts) - 1, summing)
         group.monitor.ended_local_ranks = found.ended
-        group.monitor.abandon_shared_memory = found.abandon
+        group.monitor.abandon_shared_memory = found.shared.clear
         weakref.finalize(self, found.release_unused)
 
     @property
     def links(self) -> Links:
-        hosts = self.topology.hosts
-        relayed = self.topology.relayed_by(self.group.rank) if self.peers else ()
-        summing = sum(len(host) > 1 for host in hosts) - bool(self.peers)
-        return Links(False, True, 1 + len(self.peers), relayed, len(hosts) - 1, summing)
+        return self._links
 
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
         if not self.peers or not numel:
@@ -76,30 +79,23 @@ class GlooComm(Comm):
         return _AllGather(self, params, staging)
 
     def reduce_scatter(
-        self,
-        layout: BucketLayout,
-        staging: ReduceBuffers,
-        slot: GradientSlot,
-        tag: int,
+        self, layout: BucketLayout, staging: ReduceBuffers, slot: GradientSlot, tag: int
     ) -> Collective:
         return _ReduceScatter(self, layout, staging, slot, tag)
 
     def release_unused(self) -> None:
         self.local_ranks.release_unused()
 
-    def share(
-        self,
-        buffer: Buffer,
-        parts: Mapping[int, torch.Tensor],
-        tag: int,
-        read: Iterable[torch.Tensor] | None = None,
-    ) -> None:
-        """Tell the readers, by rank, which part of a buffer is for them. ``read``: what they will
-        read of that, if not all."""
-        for part in parts.values() if read is None else read:
-            self.group.traffic.add(part)
-        messages = self.local_ranks.share(_memory_of(buffer), parts, tag)
-        self.local_ranks.post(messages, self.group.monitor.patience)
+    def message(self, start: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        """``start`` is ``isend`` or ``irecv``."""
+        group = self.group
+        return start(tensor, group.global_ranks[rank], group=group.process_group, tag=tag)
+
+    def share(self, buffer: Buffer, part: torch.Tensor, readers: Sequence[int], tag: int) -> None:
+        """Tell the readers where a part of a buffer is."""
+        assert isinstance(buffer, SharedBuffer)
+        address = self.local_ranks.share(buffer.memory, part, readers)
+        self.local_ranks.post(readers, tag, address, self.group.monitor.patience)
 
     def receive_for_peers(
         self, received: Sequence[tuple[int, torch.Tensor]], buffer: Buffer, run: torch.Tensor
@@ -110,20 +106,25 @@ class GlooComm(Comm):
         busy with anything else. If they do not come, the local ranks are told that. The memory
         counts as shared from now on, so that it is not filled again before.
         """
-        group, local, monitor = self.group, self.local_ranks, self.group.monitor
+        assert isinstance(buffer, SharedBuffer)
         works = [
-            work for owner, tensor in received for work in group.launch_messages(owner, tensor, ())
+            self.message(dist.irecv, tensor, rank, self.group.tag) for rank, tensor in received
         ]
-        group.traffic.add(run, len(self.peers))
-        # Under a tag of its own; gradients have none that is negative.
-        to_peers = dict.fromkeys(self.peers, run)
-        messages = local.share(_memory_of(buffer), to_peers, self.relayed_tag)
-        return self.relay(lambda: _pass_on(works, local, messages, monitor))
+        self.group.traffic.add(run, len(self.peers))
+        address = self.local_ranks.share(buffer.memory, run, self.peers)
+        patience = self.group.monitor.patience
+        post = functools.partial(self.local_ranks.post, self.peers, self.relayed_tag)
 
-    @property
-    def relayed_tag(self) -> int:
-        """Of parameters that a relay rank has received."""
-        return -1 - self.group.tag
+        def pass_on() -> None:
+            try:
+                wait_here(works)
+            except BaseException:
+                post(NOT_COMING, patience)
+                raise
+            works.clear()  # as in waiting.py: they end before anybody knows that they are done
+            post(address, patience)
+
+        return self.relay(pass_on)
 
     def relay(self, task: Callable[[], Any]) -> Task:
         """Let the relay thread do something, after all that it was told before."""
@@ -146,205 +147,142 @@ class SharedBuffer(Buffer):
             self._local_ranks.wait_until_read(self.memory, self._monitor.patience)
 
 
-def _memory_of(buffer: Buffer) -> SharedMemory:
-    assert isinstance(buffer, SharedBuffer)
-    return buffer.memory
+class _Operation(Collective):
+    """What is shared, sent and received for a bucket. A subclass prepares, relays and completes."""
 
-
-class _Pending:
-    """What a collective waits for."""
-
-    def __init__(self, monitor: GroupMonitor) -> None:
-        self._monitor = monitor
+    def __init__(self, comm: GlooComm, tag: int, buffers: Sequence[Buffer]) -> None:
+        self._comm, self._tag, self.buffers = comm, tag, buffers
+        self._used: Counter[Buffer] = Counter()  # elements
+        # Prepared: ranks and what they read or send, here and there.
+        self.copy_in = CopyList()
+        self.shared: tuple[Buffer, torch.Tensor, Sequence[int]] | None = None  # for these readers
+        self.read: Sequence[torch.Tensor] = ()  # what they read of that
+        self.sources: Sequence[tuple[int, int]] = ()  # whose memory this rank reads, by which tag
+        self.sent: list[tuple[int, torch.Tensor]] = []
+        self.received: list[tuple[int, torch.Tensor]] = []
+        # In flight.
         self.works: list[Any] = []
         self.tasks: list[Task] = []  # of the relay thread: each may launch more works
         self.reads: list[SharedRead] = []
 
+    def _room(self, buffer: Buffer, numel: int) -> torch.Tensor:
+        """The next elements of a buffer."""
+        start = self._used[buffer]
+        self._used[buffer] += numel
+        return buffer.tensor[start : start + numel]
+
+    def start(self) -> None:
+        comm, traffic = self._comm, self._comm.group.traffic
+        self.copy_in.run()
+        with comm.group.monitor.naming_absentees():
+            self.reads = [comm.local_ranks.read_from(*source) for source in self.sources]
+            if self.shared is not None:
+                for part in self.read:
+                    traffic.add(part)
+                comm.share(*self.shared, self._tag)
+            for rank, tensor in self.received:
+                self.works.append(comm.message(dist.irecv, tensor, rank, self._tag))
+            for rank, tensor in self.sent:
+                traffic.add(tensor)
+                self.works.append(comm.message(dist.isend, tensor, rank, self._tag))
+            self._relay()
+
+    @abstractmethod
+    def _relay(self) -> None:
+        """Let the relay thread begin, if this rank relays anything."""
+
     def wait(self) -> None:
-        """Can be called again if it is interrupted."""
-        self._monitor.wait_for(self.works)  # all together: the waiting thread wakes up once
+        monitor = self._comm.group.monitor
+        monitor.wait_for(self.works)  # all together: the waiting thread wakes up once
         if self.tasks or self.reads:
-            with self._monitor.naming_absentees():
+            with monitor.naming_absentees():
                 for task in self.tasks:
-                    self._monitor.wait_for(task.wait() or ())
+                    monitor.wait_for(task.wait() or ())
                 for read in self.reads:
-                    read.arrive(self._monitor.patience)
+                    read.arrive(monitor.patience)
         self.works, self.tasks = [], []
+
+    def discard(self) -> None:
+        for read in self.reads:
+            read.release()
 
 
 # -------------------------------------------------------------------------- parameters
 
 
-class _Source:
-    """Parameters that this rank reads in the memory of another: what that one owns, or what it has
-    received from other hosts."""
-
-    def __init__(self, rank: int, tag: int) -> None:
-        self.rank, self.tag = rank, tag
-        self.views: list[torch.Tensor] = []  # where they belong
-        self._read_before: tuple[int, ...] = ()  # the address from which ...
-        self._copies = CopyList()  # ... these copy: mostly that of the last step
-
-    def copy(self, read: SharedRead) -> None:
-        at = read.address
-        place = at.fd, at.generation, at.start
-        if place != self._read_before:
-            self._read_before, self._copies = place, CopyList()
-            self._copies.unpack(read.tensor(self.views[0].dtype), self.views)
-        self._copies.run()
-
-
-class _AllGather(Collective):
+class _AllGather(_Operation):
     """Parts of any size from their owners: large views in place, small ones packed by owner."""
 
-    def __init__(
-        self,
-        comm: GlooComm,
-        params: BucketParams,
-        staging: GatherBuffers,
-    ) -> None:
-        self._comm = comm
-        self.buffers = [buffer for buffer in staging if buffer is not None]
-        self._shared = staging.shared
-        self._copy_in, self._copy_out = CopyList(), CopyList()
-        # (owner, tensor, receivers): sent or received, in this order from each owner.
-        self._messages: list[tuple[int, torch.Tensor, Sequence[int]]] = []
-        self._own: torch.Tensor | None = None  # what local ranks read of this rank's parameters ...
-        self._relayed: torch.Tensor | None = None  # ... and of those that it receives for them
-        self._received: list[tuple[int, torch.Tensor]] = []  # by owner, the messages in that
-        self._sources: list[_Source] = []
-        self._pending = _Pending(comm.group.monitor)
-        self._prepare(params, staging.packed)
-
-    def _prepare(self, params: BucketParams, packed: Buffer | None) -> None:
-        comm, topology, rank = self._comm, self._comm.topology, self._comm.group.rank
-        host, tag = topology.host_of(rank), comm.group.tag
-        everybody = ranks_after(rank, comm.group.world_size)
-        itemsize = params.like.element_size()
-        own: list[list[torch.Tensor]] = []
-        relayed: list[tuple[int, list[torch.Tensor]]] = []
-        by_relay: dict[int, _Source] = {}
-        used = 0
-        for owner in range(comm.group.world_size):
-            messages = params.messages(owner)
+    def __init__(self, comm: GlooComm, params: BucketParams, staging: GatherBuffers) -> None:
+        tag, rank, topology = comm.group.tag, comm.group.rank, comm.topology
+        super().__init__(comm, tag, [buffer for buffer in staging if buffer is not None])
+        self.copy_out = CopyList()
+        # By rank and tag of what this one reads: where it belongs; and the copies to there,
+        # with the address from which they copy, which is mostly that of the last step.
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._copies: dict[tuple[int, int], tuple[tuple[int, ...], CopyList]] = {}
+        self._relayed: list[tuple[int, torch.Tensor]] = []  # by owner: received for local ranks
+        host, everybody = topology.host_of(rank), ranks_after(rank, comm.group.world_size)
+        for owner in (rank, *sorted(everybody)):
             start, stop = params.layout.range(owner)
-            shared = is_shared((stop - start) * itemsize, comm.links)
-            if not messages:
+            shared = is_shared((stop - start) * params.like.element_size(), comm.links)
+            in_memory = shared and bool(comm.peers)
+            source = topology.relay(owner, host)  # the owner itself, if it is a local rank
+            if in_memory and source != rank:
+                key = source, tag if owner == source else comm.relayed_tag
+                views = self._views.setdefault(key, [])
+                views += [view for message in params.messages(owner) for view in message]
                 continue
-            if not shared or len(host) == 1:
-                receivers = topology.relays_of(owner) if shared else everybody
-                for message in messages:
-                    used += self._send_or_receive(owner, message, receivers, packed, used)
-            elif owner == rank:
-                own = messages
-            elif owner in host:
-                self._sources.append(_Source(owner, tag))
-                self._sources[-1].views = [view for message in messages for view in message]
-            elif topology.relay(owner, host) == rank:
-                relayed += [(owner, message) for message in messages]
-            else:
-                relay = topology.relay(owner, host)
-                source = by_relay.setdefault(relay, _Source(relay, comm.relayed_tag))
-                source.views += [view for message in messages for view in message]
-        self._sources += by_relay.values()
-        if own or relayed:
-            self._share(own, relayed)
+            buffer = staging.shared if in_memory else staging.packed
+            for message in params.messages(owner):
+                tensor = message[0]
+                if in_memory or not is_in_place(message):
+                    assert buffer is not None
+                    tensor = self._staged(message, buffer, owner)
+                if owner == rank:
+                    receivers = topology.relays_of(rank) if shared else everybody
+                    self.sent += [(receiver, tensor) for receiver in receivers]
+                else:
+                    (self._relayed if in_memory else self.received).append((owner, tensor))
+        self.sources = list(self._views)
+        if staging.shared is not None:
+            relayed = total_numel(tensor for _, tensor in self._relayed)
+            own = self._used[staging.shared] - relayed
+            # What is relayed stands behind what this rank owns.
+            self._run = staging.shared, staging.shared.tensor[own : own + relayed]
+            if own:
+                self.shared = staging.shared, staging.shared.tensor[:own], comm.peers
+                self.read = [self.shared[1]] * len(comm.peers)
 
-    def _send_or_receive(
-        self,
-        owner: int,
-        message: list[torch.Tensor],
-        receivers: Sequence[int],
-        packed: Buffer | None,
-        used: int,
-    ) -> int:
-        """Returns the elements of staging that it takes, behind the ``used`` ones."""
-        if is_in_place(message):
-            self._messages.append((owner, message[0], receivers))
-            return 0
-        assert packed is not None
-        run = packed.tensor[used : used + total_numel(message)]
+    def _staged(self, message: list[torch.Tensor], buffer: Buffer, owner: int) -> torch.Tensor:
+        """A message in a buffer, from which it is sent or in which it arrives."""
+        run = self._room(buffer, total_numel(message))
         if owner == self._comm.group.rank:
-            self._copy_in.pack(message, run)
+            self.copy_in.pack(message, run)
         else:
-            self._copy_out.unpack(run, message)
-        self._messages.append((owner, run, receivers))
-        return run.numel()
+            self.copy_out.unpack(run, message)
+        return run
 
-    def _share(
-        self, own: list[list[torch.Tensor]], relayed: list[tuple[int, list[torch.Tensor]]]
-    ) -> None:
-        """Local ranks read this rank's part, which leaves for other hosts from there, and behind it
-        what comes from those."""
-        assert self._shared is not None
-        rank, start = self._comm.group.rank, 0
-        memory = self._shared.tensor
-        relays = self._comm.topology.relays_of(rank)
-        for message in own:
-            run = memory[start : start + total_numel(message)]
-            start += run.numel()
-            self._copy_in.pack(message, run)
-            if relays:
-                self._messages.append((rank, run, relays))
-        if own:
-            self._own = memory[:start]
-        first = start
-        for owner, message in relayed:
-            run = memory[start : start + total_numel(message)]
-            start += run.numel()
-            self._copy_out.unpack(run, message)
-            self._received.append((owner, run))
-        if relayed:
-            self._relayed = memory[first:start]
-
-    def start(self) -> None:
-        comm, pending = self._comm, self._pending
-        group, local = comm.group, comm.local_ranks
-        self._copy_in.run()
-        with group.monitor.naming_absentees():
-            pending.reads = [local.read_from(source.rank, source.tag) for source in self._sources]
-            if self._own is not None and self._shared is not None:
-                comm.share(self._shared, dict.fromkeys(comm.peers, self._own), group.tag)
-            if self._relayed is not None and self._shared is not None:
-                pending.tasks.append(
-                    comm.receive_for_peers(self._received, self._shared, self._relayed)
-                )
-            for owner, tensor, receivers in self._messages:
-                if owner == group.rank:
-                    group.traffic.add(tensor, len(receivers))
-                pending.works += group.launch_messages(owner, tensor, receivers)
-
-    def wait(self) -> None:
-        self._pending.wait()
+    def _relay(self) -> None:
+        if self._relayed:
+            self.tasks.append(self._comm.receive_for_peers(self._relayed, *self._run))
 
     def complete(self) -> None:
-        self._copy_out.run()
-        for source, read in zip(self._sources, self._pending.reads, strict=True):
+        self.copy_out.run()
+        for (source, views), read in zip(self._views.items(), self.reads, strict=True):
             if not read.is_released:
-                source.copy(read)
+                place = read.address[:-1]
+                if self._copies.get(source, ((), None))[0] != place:
+                    self._copies[source] = place, CopyList()
+                    self._copies[source][1].unpack(read.tensor(views[0].dtype), views)
+                self._copies[source][1].run()
                 read.release()
-
-    def discard(self) -> None:
-        for read in self._pending.reads:
-            read.release()
-
-
-def _pass_on(
-    works: list[Any], local_ranks: LocalRanks, messages: Messages, monitor: GroupMonitor
-) -> None:
-    try:
-        wait_here(works)
-    except BaseException:
-        local_ranks.post(messages.of_failure(), monitor.patience)
-        raise
-    works.clear()  # as in waiting.py: they end before anybody knows that they are done
-    local_ranks.post(messages, monitor.patience)
 
 
 # -------------------------------------------------------------------------- gradients
 
 
-class _ReduceScatter(Collective):
+class _ReduceScatter(_Operation):
     """Every rank contributes to every owner: in memory, by a message, or in the sum of its host."""
 
     def __init__(
@@ -355,109 +293,67 @@ class _ReduceScatter(Collective):
         slot: GradientSlot,
         tag: int,
     ) -> None:
-        self._comm, self._layout, self._slot, self._tag = comm, layout, slot, tag
-        self.buffers = send, receive, sums = staging
-        self._send, self._whole = send, send.tensor[: layout.numel]
-        self._pending = _Pending(comm.group.monitor)
-        self.routes = routes = self._routes()
-        mine, rank = slot.tensor.numel(), comm.group.rank
+        super().__init__(comm, tag, staging)
+        self._layout, self._slot, rank = layout, slot, comm.group.rank
+        send, receive, sums = staging
+        self._whole = whole = send.tensor[: layout.numel]
+        ranges = map(layout.range, range(comm.group.world_size))
+        sizes = [(stop - start) * whole.element_size() for start, stop in ranges]
+        shared = {owner for owner, size in enumerate(sizes) if is_shared(size, comm.links)}
+        sent = {owner for owner, size in enumerate(sizes) if size} - shared
+        self.routes = routes = ReduceRoutes.of(rank, comm.topology, shared, sent)
+        self.sources = [(source, tag) for source in routes.sources]
+        if routes.read_by:
+            self.shared = send, whole, list(routes.read_by)
+            read = [owner for owners in routes.read_by.values() for owner in owners]
+            self.read = [layout.part(whole, owner) for owner in read]
+        self.sent = [(owner, layout.part(whole, owner)) for owner in routes.direct]
         sums_are_wide = sums.tensor.dtype != send.tensor.dtype
-        self._received: dict[int, torch.Tensor] = {}
-        used, used_of_sums = 0, 0
         for sender in routes.senders:
-            if sums_are_wide and sender in routes.summed:
-                self._received[sender] = sums.tensor[used_of_sums : used_of_sums + mine]
-                used_of_sums += mine
-            else:
-                self._received[sender] = receive.tensor[used : used + mine]
-                used += mine
+            is_sum = rank in shared and comm.topology.local_peers(sender)
+            buffer = sums if is_sum and sums_are_wide else receive
+            self.received.append((sender, self._room(buffer, slot.tensor.numel())))
         # Where the sums of this host are made: in place of what this rank contributes, or beside it
         # if they are wider.
-        self._relayed: dict[int, torch.Tensor] = {}
-        for owner in routes.relayed:
-            part = layout.part(self._whole, owner)
-            if sums_are_wide:
-                part = sums.tensor[used_of_sums : used_of_sums + part.numel()]
-                used_of_sums += part.numel()
-            self._relayed[owner] = part
-        self._own_range = layout.range(rank)
-        self._direct = [(owner, layout.part(self._whole, owner)) for owner in routes.direct]
-        self._contributions: dict[int, torch.Tensor] = {
-            **self._received,
-            rank: layout.part(self._whole, rank),
-        }
-        # What local ranks read of this rank's gradients, for the count of bytes.
-        self._read = [
-            layout.part(self._whole, owner)
-            for owners in routes.read_by.values()
-            for owner in owners
-        ]
+        self._relayed = {owner: layout.part(whole, owner) for owner in routes.relayed}
+        if sums_are_wide:
+            self._relayed = {o: self._room(sums, p.numel()) for o, p in self._relayed.items()}
 
-    def _routes(self) -> ReduceRoutes:
-        comm, layout, itemsize = self._comm, self._layout, self._whole.element_size()
-        links = comm.links
-        ranges = map(layout.range, range(comm.group.world_size))
-        sizes = {owner: (stop - start) * itemsize for owner, (start, stop) in enumerate(ranges)}
-        shared = {owner for owner, size in sizes.items() if is_shared(size, links)}
-        sent = {owner for owner, size in sizes.items() if size} - shared
-        return ReduceRoutes.of(comm.group.rank, comm.topology, shared, sent)
-
-    def start(self) -> None:
-        comm, routes, pending = self._comm, self.routes, self._pending
-        group, local, tag = comm.group, comm.local_ranks, self._tag
-        own_group, ranks = group.process_group, group.global_ranks
-        with group.monitor.naming_absentees():
-            pending.reads = [local.read_from(source, tag) for source in routes.sources]
-            if routes.read_by:
-                to_readers = dict.fromkeys(routes.read_by, self._whole)
-                comm.share(self._send, to_readers, tag, self._read)
-            for sender, room in self._received.items():
-                pending.works.append(dist.irecv(room, ranks[sender], group=own_group, tag=tag))
-            for owner, part in self._direct:
-                group.traffic.add(part)
-                pending.works.append(dist.isend(part, ranks[owner], group=own_group, tag=tag))
+    def _relay(self) -> None:
+        for part in self._relayed.values():
+            self._comm.group.traffic.add(part)
         if self._relayed:
-            for part in self._relayed.values():
-                group.traffic.add(part)
-            reads = list(pending.reads)
-            pending.tasks.append(comm.relay(lambda: self._relay(reads)))
+            self.tasks.append(self._comm.relay(functools.partial(self._send_sums, self.reads)))
 
     @torch.no_grad()
-    def _relay(self, reads: Sequence[SharedRead]) -> list[Any]:
+    def _send_sums(self, reads: Sequence[SharedRead]) -> list[Any]:
         """Add up what this host contributes to owners on others, once it is here, and send it.
 
         By the relay thread, in the order of the collectives. Messages are told apart by their tags,
         so other than collectives they may be launched by any thread.
         """
-        group, dtype = self._comm.group, self._whole.dtype
+        comm = self._comm
         for read in reads:
-            read.arrive(group.monitor.patience)
-        by_rank = {read.source: read.tensor(dtype) for read in reads}
-        by_rank[group.rank] = self._whole
+            read.arrive(comm.group.monitor.patience)
+        by_rank = {read.source: read.tensor(self._whole.dtype) for read in reads}
+        by_rank[comm.group.rank] = self._whole
         works = []
         for owner, total in self._relayed.items():
             start, stop = self._layout.range(owner)
             add_up([by_rank[rank][start:stop] for rank in sorted(by_rank)], total)
-            peer = group.global_ranks[owner]
-            works.append(dist.isend(total, peer, group=group.process_group, tag=self._tag))
+            works.append(comm.message(dist.isend, total, owner, self._tag))
         return works
 
-    def wait(self) -> None:
-        self._pending.wait()
-
     def complete(self) -> None:
-        # Of a local rank that sends its part, the memory is read for owners elsewhere only.
-        of_rank = dict(self._contributions)
-        dtype, (start, stop) = self._whole.dtype, self._own_range
-        for read in self._pending.reads:
+        rank, dtype = self._comm.group.rank, self._whole.dtype
+        start, stop = self._layout.range(rank)
+        of_rank = {**dict(self.received), rank: self._whole[start:stop]}
+        for read in self.reads:
+            # Of a local rank that sends its part, the memory is read for owners elsewhere only.
             if read.source not in of_rank:
                 of_rank[read.source] = read.tensor(dtype)[start:stop]
-        self._slot.add([of_rank[rank] for rank in self.routes.contributors])
+        self._slot.add([of_rank[rank] for rank in sorted(of_rank)])
         self.discard()
-
-    def discard(self) -> None:
-        for read in self._pending.reads:
-            read.release()
 
 
 def add_up(contributions: Sequence[torch.Tensor], total: torch.Tensor) -> None:
@@ -465,20 +361,10 @@ def add_up(contributions: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
     Narrow elements are rounded once.
     """
+    dtype = torch.promote_types(total.dtype, torch.float32)
     for start in range(0, total.numel(), CACHED_ELEMENTS):
-        parts = [each[start : start + CACHED_ELEMENTS] for each in contributions]
-        target = total[start : start + CACHED_ELEMENTS]
-        if target.dtype != parts[0].dtype:
-            target.copy_(parts[0])
-            for part in parts[1:]:
-                target.add_(part)
-        elif len(parts) == 2 and target.dtype.itemsize >= _WIDE:
-            torch.add(*parts, out=target)
-        else:
-            dtype = target.dtype
-            if dtype.itemsize < _WIDE:
-                dtype = torch.promote_types(dtype, torch.float32)
-            wide = parts[0].to(dtype, copy=True)
-            for part in parts[1:]:
-                wide.add_(part)
-            target.copy_(wide)
+        first, *others = (each[start : start + CACHED_ELEMENTS] for each in contributions)
+        wide = first.to(dtype, copy=True)
+        for other in others:
+            wide.add_(other)
+        total[start : start + CACHED_ELEMENTS] = wide

@@ -19,20 +19,17 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from onecopy.comm.gloo.shared_memory import (
+    MAILBOX_BYTES,
     NOT_COMING,
     Address,
-    Inbox,
+    Mailbox,
     MappedMemory,
-    Outbox,
     SharedMemory,
-    inbox_in,
     is_available,
-    make_outboxes,
     memory_of,
 )
 from onecopy.comm.gloo.topology import Topology
@@ -50,106 +47,87 @@ class SharedRead:
     local_ranks: LocalRanks
     source: int
     message: tuple[int, int]  # its key in the mailbox
-    address: Address = field(init=False)  # once it has arrived
-    memory: MappedMemory = field(init=False)
-    has_arrived: bool = False
+    address: Address = NOT_COMING  # until it has arrived
+    memory: MappedMemory | None = None
     is_released: bool = False
 
     def arrive(self, patience: Callable[[], float]) -> None:
         """Wait until the data can be read."""
-        if self.has_arrived:
+        if self.memory is not None:
             return
-        self.address = self.local_ranks.find(self, patience)
+        local, source = self.local_ranks, self.source
+        inbox = local.inboxes[source]
+        has_come = functools.partial(inbox.has, self.message)
+        local.wait(has_come, [source], patience, f"rank {source} has not shared what it should")
+        self.address = inbox.take(self.message)
         if self.address == NOT_COMING:
-            raise RuntimeError(f"rank {self.source} has not received what it was to pass on")
-        self.memory = self.local_ranks.map(self.source, self.address)
-        self.has_arrived = True
+            raise RuntimeError(f"rank {source} has not received what it was to pass on")
+        self.memory = local.map(source, self.address)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The data, in the memory of the other rank: not to be written to."""
-        if not 0 <= self.address.start <= self.address.stop <= len(self.memory.data):
+        assert self.memory is not None
+        start, stop = self.address.start, self.address.stop
+        if not 0 <= start <= stop <= len(self.memory.data):
             raise RuntimeError(f"rank {self.source} has shared memory that it does not have")
-        return self.memory.data[self.address.start : self.address.stop].view(dtype)
+        return self.memory.data[start:stop].view(dtype)
 
     def release(self) -> None:
         """It was read: its owner may write there again. Once, however often this is called."""
         if not self.is_released:
+            assert self.memory is not None
             self.memory.mark_read(self.local_ranks.rank, self.address.sequence)
             self.is_released = True
 
 
-class Messages(NamedTuple):
-    """Where the data is, for each of its readers."""
-
-    tag: int
-    addresses: Mapping[int, Address]  # by reader
-
-    def of_failure(self) -> Messages:
-        """To the same readers: the data will never come."""
-        return Messages(self.tag, dict.fromkeys(self.addresses, NOT_COMING))
-
-
 @dataclass(eq=False)
 class LocalRanks:
-    """The other ranks on this host, by their process."""
+    """The other ranks on this host."""
 
     rank: int
     topology: Topology  # of all ranks
     pids: Mapping[int, int] = field(default_factory=dict)
-    _outboxes: Mapping[int, Outbox] = field(default_factory=dict)
-    _inboxes: Mapping[int, Inbox] = field(default_factory=dict)
-    _mapped: dict[tuple[int, int], MappedMemory] = field(default_factory=dict)
+    outboxes: Mapping[int, Mailbox] = field(default_factory=dict)
+    inboxes: Mapping[int, Mailbox] = field(default_factory=dict)
     # What was shared is kept until it was read, also if its owner has let go of it.
-    _shared: set[SharedMemory] = field(default_factory=set)
+    shared: set[SharedMemory] = field(default_factory=set)
+    _mapped: dict[tuple[int, int], MappedMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pids:
-            weakref.finalize(self, _linger, self._shared, self.pids)
+            weakref.finalize(self, _linger, self.shared, self.pids)
 
-    def share(self, memory: SharedMemory, parts: Mapping[int, torch.Tensor], tag: int) -> Messages:
-        """Messages to the readers, by rank, about which part of the memory is for them. ``post``
-        sends them; the memory counts as shared from now on."""
-        memory.share(list(parts))
-        self._shared.add(memory)
-        return Messages(tag, {reader: memory.address(part) for reader, part in parts.items()})
+    def share(self, memory: SharedMemory, part: torch.Tensor, readers: Sequence[int]) -> Address:
+        """Where the readers will find a part of the memory, which ``post`` tells them. The memory
+        counts as shared from now on."""
+        memory.share(readers)
+        self.shared.add(memory)
+        return memory.address(part)
 
-    def post(self, messages: Messages, patience: Callable[[], float]) -> None:
-        """Send messages. Any thread may."""
-        for reader, address in messages.addresses.items():
-            post = functools.partial(self._outboxes[reader].post, messages.tag, address)
-            if not post(0) and not self._wait(self._making_room(post), [reader], patience):
-                raise RuntimeError(f"rank {reader} takes no more messages")
+    def post(
+        self, readers: Iterable[int], tag: int, address: Address, patience: Callable[[], float]
+    ) -> None:
+        """Send a message to each reader. Any thread may."""
+        for reader in readers:
+            post = functools.partial(self._post, reader, tag, address)
+            self.wait(post, [reader], patience, f"rank {reader} takes no more messages")
 
-    def _making_room(self, post: Callable[[float], bool]) -> Callable[[float], bool]:
-        """The reader may itself wait for room at this rank."""
-
-        def posted(seconds: float) -> bool:
-            for inbox in self._inboxes.values():
+    def _post(self, reader: int, tag: int, address: Address, seconds: float) -> bool:
+        if seconds:  # there was no room: the reader may itself wait for room at this rank
+            for inbox in self.inboxes.values():
                 inbox.make_room()
-            return post(seconds)
-
-        return posted
+        return self.outboxes[reader].post(tag, address, seconds)
 
     def read_from(self, source: int, tag: int) -> SharedRead:
-        """What the next ``share`` of that rank with this tag is about."""
-        return SharedRead(self, source, self._inboxes[source].expect(tag))
-
-    def find(self, read: SharedRead, patience: Callable[[], float]) -> Address:
-        """Where the data is; waits for the message."""
-        inbox = self._inboxes[read.source]
-        has_come = functools.partial(inbox.has, read.message)
-        if not has_come(0) and not self._wait(has_come, [read.source], patience):
-            raise RuntimeError(f"rank {read.source} has not shared what it should")
-        return inbox.take(read.message)
+        """What the next message of that rank with this tag is about."""
+        return SharedRead(self, source, self.inboxes[source].expect(tag))
 
     def map(self, source: int, at: Address) -> MappedMemory:
         """The memory of another rank, mapped when it is met for the first time."""
         known = self._mapped.get((source, at.fd))
         if known is None or known.generation != at.generation:
             try:
-                known = MappedMemory(memory_of(self.pids[source], at.fd), self.topology.world_size)
-                if known.generation != at.generation:
-                    raise OSError("other memory has its descriptor")
+                known = _map(self.pids[source], at.fd, at.generation, self.topology.world_size)
             except OSError as error:
                 raise RuntimeError(f"the memory of rank {source} is gone") from error
             self._mapped[source, at.fd] = known
@@ -159,26 +137,32 @@ class LocalRanks:
         """Until all readers have read what was shared before; at once, nearly always."""
         if not memory.wait_until_read(0):
             unread = memory.unread()
-            if not self._wait(memory.wait_until_read, unread, patience):
-                raise RuntimeError(f"ranks {unread} have not read what was shared with them")
+            failure = f"ranks {unread} have not read what was shared with them"
+            self.wait(memory.wait_until_read, unread, patience, failure)
 
-    def _wait(
+    def wait(
         self,
         is_done: Callable[[float], bool],
         ranks: Sequence[int],
         patience: Callable[[], float],
-    ) -> bool:
-        """Until it is done, or one of the ranks has ended, or the time is over. ``is_done`` waits
-        so many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
+        failure: str,
+    ) -> None:
+        """Until it is done; raise if one of the ranks has ended, or the time is over. ``is_done``
+        waits so many seconds itself; ``patience``, in seconds, is asked for only if that takes
+        long."""
+        if is_done(0):
+            return
         with marking_interruptions(), contextlib.ExitStack() as stack:
             if is_done(_AT_FIRST):
-                return True
+                return
             deadline = time.monotonic() + patience()
             have_ended = _ends_of([self.pids[rank] for rank in ranks], stack)
-            while not is_done(_LATER):
-                if have_ended() or time.monotonic() > deadline:
-                    return is_done(0)  # what they did before they ended counts
-        return True
+            done = is_over = False
+            while not done and not is_over:
+                is_over = have_ended() or time.monotonic() > deadline
+                done = is_done(0 if is_over else _LATER)  # what they did before they ended counts
+        if not done:
+            raise RuntimeError(failure)
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes are gone. To be asked when something has failed:
@@ -198,11 +182,7 @@ class LocalRanks:
         """Let go of what is no longer used; what is met again will be mapped again."""
         self._mapped.clear()
         # A copy: an optimizer that is collected in the meantime does the same, in any thread.
-        self._shared.difference_update([each for each in list(self._shared) if not each.unread()])
-
-    def abandon(self) -> None:
-        """Nobody will read what was shared."""
-        self._shared.clear()
+        self.shared.difference_update([each for each in list(self.shared) if not each.unread()])
 
 
 def _linger(shared: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
@@ -219,92 +199,11 @@ def _linger(shared: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
                 time.sleep(0.001)
 
 
-# -------------------------------------------------------------------------- discovery
-
-
-def find_local_ranks(
-    rank: int, all_gather: Callable[[bytes], list[bytes]], world_size: int
-) -> LocalRanks:
-    """The ranks on this host. Collective: ``all_gather`` takes equally long payloads of all ranks.
-
-    All ranks of a host are local ranks, or none: if one of them cannot read another's memory.
-    """
-    probe = _probe(world_size)
-    host, fd = (os.urandom(16), -1) if probe is None else (probe.host, probe.memory.fd)
-    found = all_gather(struct.pack(_PROCESS, host, os.getpid(), fd))
-    hosts, pids, fds = zip(*(struct.unpack(_PROCESS, each) for each in found), strict=True)
-    same = [other for other in range(world_size) if hosts[other] == host]
-    with contextlib.ExitStack() as closing:
-        outboxes, mailbox_fd = None, -1
-        if probe is not None:
-            with contextlib.suppress(OSError, RuntimeError):  # no such memory here
-                mailbox_fd, outboxes = make_outboxes(len(same))
-                closing.callback(os.close, mailbox_fd)
-        reads_all = all(_can_read(pids[other], fds[other], world_size) for other in same)
-        mailboxes = all_gather(struct.pack(_MAILBOX_FD, mailbox_fd if reads_all else -1))
-        inboxes = _inboxes(
-            same.index(rank), {r: (pids[r], mailboxes[r]) for r in same if r != rank}
-        )
-        # Collective also in that the descriptors stay open until all have looked.
-        have_all = all_gather(bytes([outboxes is not None and inboxes is not None]))
-    lacking = {hosts[other] for other in range(world_size) if have_all[other] == b"\0"}
-    topology = Topology.by_name(
-        [(each, other if each in lacking else -1) for other, each in enumerate(hosts)]
-    )
-    if outboxes is None or inboxes is None or host in lacking:
-        return LocalRanks(rank, topology)
-    by_rank = {other: outboxes[same.index(other)] for other in inboxes}
-    return LocalRanks(rank, topology, {r: pids[r] for r in inboxes}, by_rank, inboxes)
-
-
-def _inboxes(mine: int, mailboxes: Mapping[int, tuple[int, bytes]]) -> dict[int, Inbox] | None:
-    """The mailboxes of the others to this rank, if all are there."""
-    try:
-        return {
-            rank: inbox_in(memory_of(pid, *struct.unpack(_MAILBOX_FD, fd)), mine)
-            for rank, (pid, fd) in mailboxes.items()
-        }
-    except (OSError, RuntimeError):
-        return None
-
-
-_PROCESS = "16sqq"  # of a rank: its host, its process, the file descriptor of its probe
-_MAILBOX_FD = "q"  # the file descriptor of its mailboxes; -1 if it cannot read the others' memory
-_SECRET = b"onecopy memory\0\0"
-
-
-class _Probe(NamedTuple):
-    """Memory by which others find out whether they can read it, and where this process is."""
-
-    memory: SharedMemory
-    host: bytes
-
-
-def _probe(world_size: int) -> _Probe | None:
-    if os.environ.get("ONECOPY_SHARED_MEMORY") == "0" or not is_available():
-        return None
-    try:
-        memory = SharedMemory(len(_SECRET), world_size)
-        memory.data.copy_(torch.frombuffer(bytearray(_SECRET), dtype=torch.uint8))
-        return _Probe(memory, _host_id())
-    except (OSError, RuntimeError):  # no such memory here, or a sandbox that hides where we are
-        return None
-
-
-def _can_read(pid: int, fd: int, world_size: int) -> bool:
-    try:
-        found = MappedMemory(memory_of(pid, fd), world_size).data
-        os.close(os.pidfd_open(pid))
-    except (OSError, RuntimeError):
-        return False
-    return bytes(found.tolist()) == _SECRET
-
-
-def _host_id() -> bytes:
-    """The same for processes that share a kernel and see each other's processes and network."""
-    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return hashlib.sha256(repr((boot, *spaces)).encode()).digest()[:16]
+def _map(pid: int, fd: int, generation: int, world_size: int) -> MappedMemory:
+    mapped = MappedMemory(memory_of(pid, fd), world_size)
+    if mapped.generation != generation:
+        raise OSError("other memory has its descriptor")
+    return mapped
 
 
 def _ends_of(pids: Iterable[int], stack: contextlib.ExitStack) -> Callable[[], bool]:
@@ -320,3 +219,63 @@ def _ends_of(pids: Iterable[int], stack: contextlib.ExitStack) -> Callable[[], b
         stack.callback(os.close, fd)
         watch.register(fd, select.POLLIN)
     return lambda: bool(watch.poll(0))
+
+
+# -------------------------------------------------------------------------- discovery
+
+_PROCESS = struct.Struct("3q")  # of a rank; the descriptor and the generation of its mailboxes
+
+
+def find_local_ranks(
+    rank: int, all_gather: Callable[[bytes], list[bytes]], world_size: int
+) -> LocalRanks:
+    """The ranks on this host. Collective: ``all_gather`` takes equally long payloads of all ranks.
+
+    All ranks of a host are local ranks, or none: if one of them cannot read another's memory.
+    """
+    host = os.urandom(16)  # of this rank alone
+    if os.environ.get("ONECOPY_SHARED_MEMORY") != "0" and is_available():
+        with contextlib.suppress(OSError):  # a sandbox hides where we are
+            host = _host_id()
+    hosts = all_gather(host)
+    local = [other for other in range(world_size) if hosts[other] == host]
+    shared, mine, outboxes = None, (-1, 0), {}
+    if len(local) > 1:
+        with contextlib.suppress(OSError, RuntimeError):  # no such memory here
+            shared = SharedMemory(len(local) * MAILBOX_BYTES, world_size)
+            outboxes = {r: Mailbox(shared.data, local.index(r), posts=True) for r in local}
+            mine = shared.fd, shared.generation
+    processes = list(map(_PROCESS.unpack, all_gather(_PROCESS.pack(os.getpid(), *mine))))
+    others = {other: processes[other] for other in local if other != rank}
+    inboxes = _inboxes(local.index(rank), others, world_size) if outboxes else None
+    # Collective also in that the memory stays open until all have looked.
+    have_all = all_gather(bytes([bool(inboxes)]))
+    lacking = {hosts[other] for other in range(world_size) if have_all[other] == b"\0"}
+    topology = Topology.by_name(
+        [(each, other if each in lacking else -1) for other, each in enumerate(hosts)]
+    )
+    if not inboxes or host in lacking:
+        return LocalRanks(rank, topology)
+    pids = {other: pid for other, (pid, *_) in others.items()}
+    return LocalRanks(rank, topology, pids, outboxes, inboxes)
+
+
+def _inboxes(
+    mine: int, processes: Mapping[int, tuple[int, int, int]], world_size: int
+) -> dict[int, Mailbox] | None:
+    """The mailboxes of the others to this rank, if all are there."""
+    try:
+        found = {}
+        for rank, process in processes.items():
+            os.close(os.pidfd_open(process[0]))
+            found[rank] = Mailbox(_map(*process, world_size).data, mine, posts=False)
+        return found
+    except (OSError, RuntimeError):
+        return None
+
+
+def _host_id() -> bytes:
+    """The same for processes that share a kernel and see each other's processes and network."""
+    spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(repr((boot, *spaces)).encode()).digest()[:16]

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-SEMAPHORE_BYTES = 64  # more than a sem_t has on any system, and a line of the cache
-
+_LINE = 64  # bytes of a line of the cache, and more than a sem_t has on any system
 _libc = ctypes.CDLL(None, use_errno=True)
+# It takes the monotonic clock, which is never set back. Old C libraries lack it.
+_sem_clockwait = getattr(_libc, "sem_clockwait", None)
 _CLOCK_MONOTONIC = 1
 
 
@@ -27,23 +28,15 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def are_available() -> bool:
-    return hasattr(_libc, "sem_init") and hasattr(_libc, "sem_timedwait")
-
-
 class Semaphore:
     """At the beginning of ``memory``; initialised by one process, used by several."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, value: int | None = None) -> None:
+        """``value``: with which it is initialised; None if another process has done that."""
         self._memory = memory  # must not be unmapped
         self._at = ctypes.c_void_p(memory.data_ptr())
-
-    @classmethod
-    def make(cls, memory: torch.Tensor, value: int = 0) -> Semaphore:
-        made = cls(memory)
-        if _libc.sem_init(made._at, 1, value) != 0:
+        if value is not None and _libc.sem_init(self._at, 1, value) != 0:
             raise OSError(ctypes.get_errno(), "this system has no semaphores between processes")
-        return made
 
     def post(self) -> None:
         _libc.sem_post(self._at)
@@ -56,31 +49,15 @@ class Semaphore:
         """Decrement it within so many seconds. A signal ends the wait: call it in a loop."""
         if self.take():
             return True
-        if _sem_clockwait is not None:
-            until = _timespec(time.monotonic() + seconds)
-            done = _sem_clockwait(self._at, _CLOCK_MONOTONIC, ctypes.byref(until))
+        until = (time.time() if _sem_clockwait is None else time.monotonic()) + seconds
+        moment = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
+        if _sem_clockwait is None:
+            done = _libc.sem_timedwait(self._at, moment)
         else:
-            until = _timespec(time.time() + seconds)
-            done = _libc.sem_timedwait(self._at, ctypes.byref(until))
+            done = _sem_clockwait(self._at, _CLOCK_MONOTONIC, moment)
         if done != 0 and ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
             raise OSError(ctypes.get_errno(), "waiting for a semaphore failed")
         return bool(done == 0)
-
-
-# It takes the monotonic clock, which is never set back. Old C libraries lack it.
-_sem_clockwait = getattr(_libc, "sem_clockwait", None)
-
-
-def _timespec(moment: float) -> _Timespec:
-    return _Timespec(int(moment), int(moment % 1 * 1e9))
-
-
-_ALIGNMENT = 64
-_FILE_NAME = "onecopy"
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
-
-# Distinct from those of all other processes.
-_generations = itertools.count(int.from_bytes(os.urandom(7), "little"))
 
 
 class Address(NamedTuple):
@@ -98,23 +75,18 @@ NOT_COMING = Address(-1, 0, 0, 0, 0)  # what was to be shared will never come
 
 # -------------------------------------------------------------------------- memory
 
+_FILE_NAME = "onecopy"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+
+# Distinct from those of all other processes.
+_generations = itertools.count(int.from_bytes(os.urandom(7), "little"))
+
 
 def is_available() -> bool:
     """Whether this system has such memory, and reports when a process has ended."""
-    functions = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    return functions and bool(_SEALS) and hasattr(fcntl, "F_ADD_SEALS") and are_available()
-
-
-def anonymous_memory(numbytes: int) -> tuple[int, torch.Tensor]:
-    """A file without a name, which cannot change its size, and all of it, mapped."""
-    fd = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, numbytes)  # an error now, instead of a signal when it is used
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return fd, _mapped(f"/proc/self/fd/{fd}", numbytes)
-    except BaseException:
-        os.close(fd)
-        raise
+    in_os = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    in_libc = hasattr(_libc, "sem_init") and hasattr(_libc, "sem_timedwait")
+    return in_os and in_libc and bool(_SEALS) and hasattr(fcntl, "F_ADD_SEALS")
 
 
 def memory_of(pid: int, fd: int) -> torch.Tensor:
@@ -126,7 +98,7 @@ def memory_of(pid: int, fd: int) -> torch.Tensor:
         _require_ours(f"/proc/self/fd/{own}")
         if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError(f"{path} could shrink while it is read")
-        return _mapped(f"/proc/self/fd/{own}", os.fstat(own).st_size)
+        return _mapped(own, os.fstat(own).st_size)
     finally:
         os.close(own)
 
@@ -137,24 +109,28 @@ def _require_ours(path: str) -> None:
 
 
 @torch.inference_mode(False)  # here and below: it will be written to in other modes, too
-def _mapped(path: str, size: int) -> torch.Tensor:
+def _mapped(fd: int, size: int) -> torch.Tensor:
+    path = f"/proc/self/fd/{fd}"
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
 
 
 class SharedMemory:
-    """Memory of this process that local ranks can map. It starts with zeros."""
+    """Memory of this process that local ranks can map: a file without a name, which cannot change
+    its size. It starts with zeros."""
 
     @torch.inference_mode(False)
     def __init__(self, numbytes: int, world_size: int) -> None:
-        head = _head(world_size)
-        self.fd, memory = anonymous_memory(head + max(numbytes, 1))
+        self.fd = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # Not when the process ends: a reader may be about to open it, and the kernel closes it.
         weakref.finalize(self, os.close, self.fd).atexit = False
-        self._was_read = Semaphore.make(memory)
-        self._read = _sequences(memory, world_size)
-        self.data = memory[head : head + numbytes]
-        self._generation = next(_generations)
-        _generation_in(memory).fill_(self._generation)
+        size = _head(world_size) + numbytes
+        os.posix_fallocate(self.fd, 0, size)  # an error now, instead of a signal when it is used
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        memory = _mapped(self.fd, size)
+        self._was_read = Semaphore(memory, 0)
+        self._words = _words(memory, world_size)
+        self.data = memory[_head(world_size) :]
+        self.generation = self._words[0] = next(_generations)
         self._sequence = 0
         self._readers: Sequence[int] = ()
         self._awaited = 0  # times that a reader has yet to post
@@ -168,7 +144,7 @@ class SharedMemory:
     def address(self, data: torch.Tensor) -> Address:
         """Of a part of the data, for a reader."""
         start = data.data_ptr() - self.data.data_ptr()
-        return Address(self.fd, self._generation, start, start + data.nbytes, self._sequence)
+        return Address(self.fd, self.generation, start, start + data.nbytes, self._sequence)
 
     def wait_until_read(self, seconds: float) -> bool:
         """Whether nobody reads what was shared before; then the memory may be filled again."""
@@ -180,12 +156,12 @@ class SharedMemory:
         """The readers that have not read what was shared last."""
         if not self._readers:
             return []
-        read = self._read.tolist()
+        read = self._words[1:].tolist()
         return [reader for reader in self._readers if read[reader] < self._sequence]
 
     def unmapped(self) -> list[int]:
         """The readers that have never read anything here, and have to."""
-        read = self._read.tolist()
+        read = self._words[1:].tolist()
         return [reader for reader in self.unread() if not read[reader]]
 
 
@@ -196,87 +172,63 @@ class MappedMemory:
     def __init__(self, memory: torch.Tensor, world_size: int) -> None:
         if len(memory) < _head(world_size):
             raise OSError("that memory is too small to have been shared")
-        self.generation = int(_generation_in(memory))
-        self.data = memory[_head(world_size) :]
         self._was_read = Semaphore(memory)
-        self._read = _sequences(memory, world_size)
+        self._words = _words(memory, world_size)
+        self.data = memory[_head(world_size) :]
+        self.generation = int(self._words[0])
 
     def mark_read(self, rank: int, sequence: int) -> None:
         """This rank has read what was shared with that number."""
-        self._read[rank] = sequence
+        self._words[1 + rank] = sequence
         self._was_read.post()
 
 
-_SEQUENCES = SEMAPHORE_BYTES + _ALIGNMENT  # where they begin
+def _words(memory: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Behind the semaphore: the generation, and by rank the number of what it has read last."""
+    return memory[_LINE : _LINE + 8 * (1 + world_size)].view(torch.int64)
 
 
 def _head(world_size: int) -> int:
-    return _SEQUENCES + -(-8 * world_size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _generation_in(memory: torch.Tensor) -> torch.Tensor:
-    return memory[SEMAPHORE_BYTES : SEMAPHORE_BYTES + 8].view(torch.int64)
-
-
-def _sequences(memory: torch.Tensor, world_size: int) -> torch.Tensor:
-    """By rank, the number of what it has read last."""
-    return memory[_SEQUENCES : _SEQUENCES + 8 * world_size].view(torch.int64)
+    """The bytes before the data."""
+    return _LINE + -(-8 * (1 + world_size) // _LINE) * _LINE
 
 
 # -------------------------------------------------------------------------- mailboxes
 
 _MESSAGE = struct.Struct("6q")  # a tag and an address
 _MESSAGES = 1024  # in a mailbox: more than the buckets of a few optimizers that are in flight
-_MAILBOX = 2 * SEMAPHORE_BYTES + _MESSAGES * _MESSAGE.size
+MAILBOX_BYTES = 2 * _LINE + _MESSAGES * _MESSAGE.size
 
 
-class _Mailbox:
-    """Messages from one rank to another, in a ring."""
+class Mailbox:
+    """Messages from one rank to another, in a ring: one of them posts, the other receives.
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._room, self._posted = memory[:SEMAPHORE_BYTES], memory[SEMAPHORE_BYTES:]
+    Messages of one tag are matched in the order in which they were posted, whichever is asked for
+    first.
+    """
+
+    def __init__(self, memory: torch.Tensor, number: int, posts: bool) -> None:
+        """It is that of a number in the memory, which belongs to the rank that posts."""
+        memory = memory[number * MAILBOX_BYTES : (number + 1) * MAILBOX_BYTES]
+        self._room = Semaphore(memory, _MESSAGES if posts else None)
+        self._posted = Semaphore(memory[_LINE:], 0 if posts else None)
         self._ring = (ctypes.c_char * (_MESSAGES * _MESSAGE.size)).from_address(
-            memory.data_ptr() + 2 * SEMAPHORE_BYTES
+            memory.data_ptr() + 2 * _LINE
         )
-        self._next = 0
-        self._lock = threading.Lock()
-
-    def _next_offset(self) -> int:
-        """Where the next message is. With the lock, by threads of this process."""
-        offset = self._next % _MESSAGES * _MESSAGE.size
-        self._next += 1
-        return offset
-
-
-class Outbox(_Mailbox):
-    """What this rank posts to another."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__(memory)
-        self._free = Semaphore.make(self._room, _MESSAGES)
-        self._full = Semaphore.make(self._posted)
-
-    def post(self, tag: int, address: Address, seconds: float) -> bool:
-        """Unless there is no room within a time."""
-        if not self._free.wait(seconds):
-            return False
-        with self._lock:
-            _MESSAGE.pack_into(self._ring, self._next_offset(), tag, *address)
-            self._full.post()
-        return True
-
-
-class Inbox(_Mailbox):
-    """What another rank posts to this one. Messages of one tag are matched in the order in which
-    they were posted, whichever is asked for first."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__(memory)
-        self._free = Semaphore(self._room)
-        self._full = Semaphore(self._posted)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # among the threads of this process
         self._expected: Counter[int] = Counter()  # by tag
         self._received: Counter[int] = Counter()
         self._unclaimed: dict[tuple[int, int], Address] = {}  # by tag and number
+
+    def post(self, tag: int, address: Address, seconds: float) -> bool:
+        """Unless there is no room within a time."""
+        if not self._room.wait(seconds):
+            return False
+        with self._lock:
+            _MESSAGE.pack_into(self._ring, self._offset(), tag, *address)
+            self._posted.post()
+        return True
 
     def expect(self, tag: int) -> tuple[int, int]:
         """The key of the next message with this tag."""
@@ -285,7 +237,7 @@ class Inbox(_Mailbox):
 
     def has(self, key: tuple[int, int], seconds: float) -> bool:
         """Whether a message comes within a time."""
-        while key not in self._unclaimed and self._full.wait(seconds):
+        while key not in self._unclaimed and self._posted.wait(seconds):
             self._receive()
         return key in self._unclaimed
 
@@ -295,27 +247,16 @@ class Inbox(_Mailbox):
 
     def make_room(self) -> None:
         """Receive what is there: the sender may wait for that."""
-        while self._full.take():
+        while self._posted.take():
             self._receive()
 
     def _receive(self) -> None:
         with self._lock:
-            tag, *address = _MESSAGE.unpack_from(self._ring, self._next_offset())
+            tag, *address = _MESSAGE.unpack_from(self._ring, self._offset())
             self._received[tag] += 1
             self._unclaimed[tag, self._received[tag]] = Address(*address)
-        self._free.post()
+        self._room.post()
 
-
-def make_outboxes(count: int) -> tuple[int, list[Outbox]]:
-    """Mailboxes to all local ranks, in memory of this one, and its descriptor."""
-    fd, memory = anonymous_memory(count * _MAILBOX)
-    return fd, [Outbox(_mailbox(memory, number)) for number in range(count)]
-
-
-def inbox_in(memory: torch.Tensor, number: int) -> Inbox:
-    """The mailbox of that number in memory of another rank."""
-    return Inbox(_mailbox(memory, number))
-
-
-def _mailbox(memory: torch.Tensor, number: int) -> torch.Tensor:
-    return memory[number * _MAILBOX : (number + 1) * _MAILBOX]
+    def _offset(self) -> int:
+        """Where the next message is."""
+        return next(self._numbers) % _MESSAGES * _MESSAGE.size

@@ -15,7 +15,7 @@ and all send to all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from onecopy.comm.group import ranks_after
@@ -40,16 +40,6 @@ class Topology:
             tuple(sorted(host)) for host in self.hosts if host
         ):
             raise ValueError(f"expected every rank once, in order, got {self.hosts}")
-
-    @classmethod
-    def apart(cls, world_size: int) -> Topology:
-        """Every rank on a host of its own."""
-        return cls(tuple((rank,) for rank in range(world_size)))
-
-    @classmethod
-    def together(cls, world_size: int) -> Topology:
-        """All ranks on one host."""
-        return cls((tuple(range(world_size)),))
 
     @classmethod
     def by_name(cls, names: Sequence[object]) -> Topology:
@@ -109,32 +99,23 @@ class ReduceRoutes:
     relayed: tuple[int, ...] = ()  # owners on other hosts for whom this rank adds up its host's
     direct: tuple[int, ...] = ()  # owners to whom it sends what it contributes itself
     senders: tuple[int, ...] = ()  # who send to this rank
-    summed: frozenset[int] = frozenset()  # those of them that send the sum of several ranks
-    # Whose contributions, or those of whose host, make up this rank's part: in the order of a sum.
-    contributors: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rank: int, topology: Topology, shared: Set[int], sent: Set[int]) -> ReduceRoutes:
         """``shared`` and ``sent``: the owners whose parts are; all others own nothing."""
-        peers, others = topology.local_peers(rank), ranks_after(rank, topology.world_size)
-        relayed = [owner for owner in topology.relayed_by(rank) if owner in shared]
-        contributors: Collection[int] = range(topology.world_size) if rank in sent else ()
-        relays: tuple[int, ...] = ()
-        if rank in shared:
-            relays = topology.relays_of(rank)
-            contributors = {*topology.host_of(rank), *relays}
+        others = ranks_after(rank, topology.world_size)
+        peers = [other for other in others if other in topology.host_of(rank)]
         # The owners for whom a rank reads what its peers contribute.
         reads = {
             r: tuple(owner for owner in (r, *topology.relayed_by(r)) if owner in shared)
             for r in (rank, *peers)
         }
-        peers_in_order = [r for r in others if r in peers]
+        relayed = tuple(owner for owner in reads[rank] if owner != rank)
+        receives = topology.relays_of(rank) if rank in shared else ()
         return cls(
-            tuple(peers_in_order) if reads[rank] else (),
-            {r: reads[r] for r in peers_in_order if reads[r]},
-            tuple(relayed) if peers else (),
+            tuple(peers) if reads[rank] else (),
+            {peer: reads[peer] for peer in peers if reads[peer]},
+            relayed if peers else (),
             tuple(o for o in others if o in sent or (o in relayed and not peers)),
-            tuple(r for r in others if r in contributors and (r not in peers or rank in sent)),
-            frozenset(relay for relay in relays if topology.local_peers(relay)),
-            tuple(sorted(contributors)),
+            tuple(others) if rank in sent else receives,
         )

@@ -12,14 +12,12 @@ import torch
 from test_local_ranks import mappings, open_files
 
 from onecopy.comm.gloo.shared_memory import (
+    MAILBOX_BYTES,
     Address,
-    Inbox,
+    Mailbox,
     MappedMemory,
-    Outbox,
     Semaphore,
     SharedMemory,
-    inbox_in,
-    make_outboxes,
     memory_of,
 )
 
@@ -86,15 +84,15 @@ def test_memory_of_inference_mode_is_posted_to_outside_of_it() -> None:
 # ------------------------------------------------------------------ messages, without processes
 
 
-def mailbox() -> tuple[Outbox, Inbox]:
+def mailbox() -> tuple[Mailbox, Mailbox]:
     """Both ends of a mailbox, in this process."""
-    fd, outboxes = make_outboxes(3)
-    inbox = inbox_in(memory_of(os.getpid(), fd), 2)
-    os.close(fd)
-    return outboxes[2], inbox
+    memory = SharedMemory(3 * MAILBOX_BYTES, world_size=2)
+    outboxes = [Mailbox(memory.data, number, posts=True) for number in range(3)]
+    mapped = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=2)
+    return outboxes[2], Mailbox(mapped.data, 2, posts=False)
 
 
-def found(inbox: Inbox, message: tuple[int, int], seconds: float = 0) -> Address | None:
+def found(inbox: Mailbox, message: tuple[int, int], seconds: float = 0) -> Address | None:
     return inbox.take(message) if inbox.has(message, seconds) else None
 
 
@@ -135,7 +133,7 @@ def test_a_full_mailbox_takes_no_more_until_messages_were_taken() -> None:
 
 def test_a_wait_for_a_semaphore_ends_with_its_time_and_with_a_signal() -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
-    semaphore = Semaphore.make(memory)
+    semaphore = Semaphore(memory, 0)
     start = time.monotonic()
     assert not semaphore.wait(0.05)
     assert 0.04 < time.monotonic() - start < 5
