@@ -93,6 +93,11 @@ class BucketQueue:
         then."""
         self._group, self._phase = group, phase
         self._in_flight_phase, self._done_phase = in_flight, done
+        # A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
+        # given up. Copies of parameters can.
+        can_be_repeated = phase is Phase.ALL_GATHER
+        self._once: Callable[[str], contextlib.AbstractContextManager[object]]
+        self._once = contextlib.nullcontext if can_be_repeated else group.monitor.or_give_up
         # Of its own. Why: two queues may launch their buckets in different orders on two ranks.
         self._comms: dict[torch.device, Comm] = {}
         self.limit = IN_FLIGHT
@@ -110,13 +115,6 @@ class BucketQueue:
         for comm in self._comms.values():
             comm.release_unused()
 
-    def _abandon_on_error(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
-        given up. Copies of parameters can."""
-        if self._phase is Phase.REDUCE_SCATTER:
-            return self._group.monitor.or_give_up(doing)
-        return contextlib.nullcontext()
-
     @torch.no_grad()
     def launch(self, bucket: QueuedBucket, fill: Callable[[], object] | None = None) -> None:
         """Start the operation of a bucket; ``fill`` its buffers before."""
@@ -133,7 +131,7 @@ class BucketQueue:
                 buffer.wait_until_read()  # may fail: nothing is in flight yet
             if fill is not None:
                 fill()
-            with self._abandon_on_error("sending gradients"):
+            with self._once("sending gradients"):
                 op.start()
                 bucket.phase = self._in_flight_phase
                 for buffer in op.buffers:
@@ -153,7 +151,7 @@ class BucketQueue:
         bucket, op = self.in_flight[number]
         with self._group.counters.waiting(self._phase, number):
             op.wait()
-            with self._abandon_on_error("adding up gradients"):
+            with self._once("adding up gradients"):
                 op.complete()
                 # Not before: whoever uses the bucket must not pass for lack of it.
                 self._cross_off(bucket, op)

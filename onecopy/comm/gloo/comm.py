@@ -157,7 +157,8 @@ class _Operation(Collective):
         self.copy_in = CopyList()
         self.shared: tuple[Buffer, torch.Tensor, Sequence[int]] | None = None  # for these readers
         self.read: Sequence[torch.Tensor] = ()  # what they read of that
-        self.sources: Sequence[tuple[int, int]] = ()  # whose memory this rank reads, by which tag
+        # Whose memory this rank reads, by rank and tag; in an all-gather, where that belongs.
+        self.sources: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.sent: list[tuple[int, torch.Tensor]] = []
         self.received: list[tuple[int, torch.Tensor]] = []
         # In flight.
@@ -217,9 +218,7 @@ class _AllGather(_Operation):
         tag, rank, topology = comm.group.tag, comm.group.rank, comm.topology
         super().__init__(comm, tag, [buffer for buffer in staging if buffer is not None])
         self.copy_out = CopyList()
-        # By rank and tag of what this one reads: where it belongs; and the copies to there,
-        # with the address from which they copy, which is mostly that of the last step.
-        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # By source: the address that was read last, which mostly stays, and the copies from there.
         self._copies: dict[tuple[int, int], tuple[tuple[int, ...], CopyList]] = {}
         self._relayed: list[tuple[int, torch.Tensor]] = []  # by owner: received for local ranks
         host, everybody = topology.host_of(rank), ranks_after(rank, comm.group.world_size)
@@ -230,7 +229,7 @@ class _AllGather(_Operation):
             source = topology.relay(owner, host)  # the owner itself, if it is a local rank
             if in_memory and source != rank:
                 key = source, tag if owner == source else comm.relayed_tag
-                views = self._views.setdefault(key, [])
+                views = self.sources.setdefault(key, [])
                 views += [view for message in params.messages(owner) for view in message]
                 continue
             buffer = staging.shared if in_memory else staging.packed
@@ -244,7 +243,6 @@ class _AllGather(_Operation):
                     self.sent += [(receiver, tensor) for receiver in receivers]
                 else:
                     (self._relayed if in_memory else self.received).append((owner, tensor))
-        self.sources = list(self._views)
         if staging.shared is not None:
             relayed = total_numel(tensor for _, tensor in self._relayed)
             own = self._used[staging.shared] - relayed
@@ -269,7 +267,7 @@ class _AllGather(_Operation):
 
     def complete(self) -> None:
         self.copy_out.run()
-        for (source, views), read in zip(self._views.items(), self.reads, strict=True):
+        for (source, views), read in zip(self.sources.items(), self.reads, strict=True):
             if not read.is_released:
                 place = read.address[:-1]
                 if self._copies.get(source, ((), None))[0] != place:
@@ -302,7 +300,7 @@ class _ReduceScatter(_Operation):
         shared = {owner for owner, size in enumerate(sizes) if is_shared(size, comm.links)}
         sent = {owner for owner, size in enumerate(sizes) if size} - shared
         self.routes = routes = ReduceRoutes.of(rank, comm.topology, shared, sent)
-        self.sources = [(source, tag) for source in routes.sources]
+        self.sources = {(source, tag): [] for source in routes.sources}
         if routes.read_by:
             self.shared = send, whole, list(routes.read_by)
             read = [owner for owners in routes.read_by.values() for owner in owners]

@@ -30,7 +30,6 @@ from onecopy.comm.gloo.shared_memory import (
     MappedMemory,
     SharedMemory,
     is_available,
-    memory_of,
 )
 from onecopy.comm.gloo.topology import Topology
 from onecopy.comm.waiting import marking_interruptions
@@ -127,7 +126,9 @@ class LocalRanks:
         known = self._mapped.get((source, at.fd))
         if known is None or known.generation != at.generation:
             try:
-                known = _map(self.pids[source], at.fd, at.generation, self.topology.world_size)
+                known = MappedMemory(
+                    self.pids[source], at.fd, self.topology.world_size, at.generation
+                )
             except OSError as error:
                 raise RuntimeError(f"the memory of rank {source} is gone") from error
             self._mapped[source, at.fd] = known
@@ -199,13 +200,6 @@ def _linger(shared: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
                 time.sleep(0.001)
 
 
-def _map(pid: int, fd: int, generation: int, world_size: int) -> MappedMemory:
-    mapped = MappedMemory(memory_of(pid, fd), world_size)
-    if mapped.generation != generation:
-        raise OSError("other memory has its descriptor")
-    return mapped
-
-
 def _ends_of(pids: Iterable[int], stack: contextlib.ExitStack) -> Callable[[], bool]:
     """Whether one of these processes has ended; also if nobody has taken note of it yet."""
     watch = select.poll()
@@ -266,9 +260,10 @@ def _inboxes(
     """The mailboxes of the others to this rank, if all are there."""
     try:
         found = {}
-        for rank, process in processes.items():
-            os.close(os.pidfd_open(process[0]))
-            found[rank] = Mailbox(_map(*process, world_size).data, mine, posts=False)
+        for rank, (pid, fd, generation) in processes.items():
+            os.close(os.pidfd_open(pid))
+            memory = MappedMemory(pid, fd, world_size, generation)
+            found[rank] = Mailbox(memory.data, mine, posts=False)
         return found
     except (OSError, RuntimeError):
         return None

@@ -84,9 +84,8 @@ _generations = itertools.count(int.from_bytes(os.urandom(7), "little"))
 
 def is_available() -> bool:
     """Whether this system has such memory, and reports when a process has ended."""
-    in_os = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    in_libc = hasattr(_libc, "sem_init") and hasattr(_libc, "sem_timedwait")
-    return in_os and in_libc and bool(_SEALS) and hasattr(fcntl, "F_ADD_SEALS")
+    in_os = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and bool(_SEALS)
+    return in_os and hasattr(_libc, "sem_init") and hasattr(_libc, "sem_timedwait")
 
 
 def memory_of(pid: int, fd: int) -> torch.Tensor:
@@ -166,16 +165,19 @@ class SharedMemory:
 
 
 class MappedMemory:
-    """Memory of another process, mapped."""
+    """Memory of another process, mapped. OSError if it is not there, or has another generation."""
 
     @torch.inference_mode(False)
-    def __init__(self, memory: torch.Tensor, world_size: int) -> None:
+    def __init__(self, pid: int, fd: int, world_size: int, generation: int | None = None) -> None:
+        memory = memory_of(pid, fd)
         if len(memory) < _head(world_size):
             raise OSError("that memory is too small to have been shared")
         self._was_read = Semaphore(memory)
         self._words = _words(memory, world_size)
         self.data = memory[_head(world_size) :]
         self.generation = int(self._words[0])
+        if generation not in (None, self.generation):
+            raise OSError("other memory has its descriptor")
 
     def mark_read(self, rank: int, sequence: int) -> None:
         """This rank has read what was shared with that number."""

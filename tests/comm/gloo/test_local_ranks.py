@@ -31,7 +31,7 @@ from torch.optim import SGD, AdamW
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.gloo.comm import GlooComm, SharedBuffer
 from onecopy.comm.gloo.local_ranks import SharedRead
-from onecopy.comm.gloo.shared_memory import MappedMemory, SharedMemory, memory_of
+from onecopy.comm.gloo.shared_memory import MappedMemory, SharedMemory
 from onecopy.comm.group import RankGroup
 
 BUCKET_MB = 128 / 2**20
@@ -228,7 +228,7 @@ def test_ranks_that_lend_more_than_a_box_holds_before_anybody_looks_do_not_hang(
 def test_a_process_that_ends_leaves_its_readers_time_to_map_the_memory() -> None:
     memory = SharedMemory(100, world_size=2)
     memory.share([1])
-    reader = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=2)
+    reader = MappedMemory(os.getpid(), memory.fd, world_size=2)
     thread = threading.Timer(0.2, reader.mark_read, (1, 1))
     thread.start()
     start = time.monotonic()

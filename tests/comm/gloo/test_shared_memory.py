@@ -18,7 +18,6 @@ from onecopy.comm.gloo.shared_memory import (
     MappedMemory,
     Semaphore,
     SharedMemory,
-    memory_of,
 )
 
 # ------------------------------------------------------------------ memory, without processes
@@ -57,7 +56,7 @@ def test_what_was_shared_is_unread_until_every_reader_has_marked_it() -> None:
     assert memory.unread() == [1, 3]
     assert not memory.wait_until_read(0)
     sequence = memory.address(memory.data).sequence
-    other = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=4)
+    other = MappedMemory(os.getpid(), memory.fd, world_size=4)
     other.mark_read(3, sequence)
     assert memory.unread() == memory.unmapped() == [1]
     assert not memory.wait_until_read(0)
@@ -72,7 +71,7 @@ def test_what_was_shared_is_unread_until_every_reader_has_marked_it() -> None:
 def test_memory_of_inference_mode_is_posted_to_outside_of_it() -> None:
     with torch.inference_mode():
         memory = SharedMemory(100, world_size=2)
-        mapped = MappedMemory(memory_of(os.getpid(), memory.fd), 2)
+        mapped = MappedMemory(os.getpid(), memory.fd, 2)
     memory.data.fill_(1)
     mapped.data.add_(1)
     memory.share([1])
@@ -88,7 +87,7 @@ def mailbox() -> tuple[Mailbox, Mailbox]:
     """Both ends of a mailbox, in this process."""
     memory = SharedMemory(3 * MAILBOX_BYTES, world_size=2)
     outboxes = [Mailbox(memory.data, number, posts=True) for number in range(3)]
-    mapped = MappedMemory(memory_of(os.getpid(), memory.fd), world_size=2)
+    mapped = MappedMemory(os.getpid(), memory.fd, world_size=2)
     return outboxes[2], Mailbox(mapped.data, 2, posts=False)
 
 
