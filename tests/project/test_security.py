@@ -343,8 +343,7 @@ def test_no_file_but_lent_memory_is_mapped(tmp_path: Path) -> None:
 def test_memory_that_is_not_the_one_that_was_lent_is_not_written_to() -> None:
     local_ranks = LocalRanks(0, Topology(((0, 1),)), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
-    memory.share([0])
-    right = memory.address(memory.data)
+    right = memory.share(memory.data, [0])
     before = memory_of(os.getpid(), memory.fd).tolist()
     with pytest.raises(RuntimeError, match="the memory of rank 1 is gone"):
         local_ranks.map(1, right._replace(generation=right.generation + 1))
@@ -358,7 +357,7 @@ def test_nothing_outside_of_lent_memory_is_read(start: int, stop: int) -> None:
     local_ranks = LocalRanks(0, Topology(((0, 1),)), {1: os.getpid()})
     memory = SharedMemory(64, world_size=2)
     shared_read = SharedRead(local_ranks, 1, (0, 1))
-    shared_read.address = memory.address(memory.data)._replace(start=start, stop=stop)
+    shared_read.address = memory.share(memory.data, [])._replace(start=start, stop=stop)
     shared_read.memory = local_ranks.map(1, shared_read.address)
     with pytest.raises(RuntimeError, match="shared memory that it does not have"):
         shared_read.tensor(torch.uint8)

@@ -99,9 +99,9 @@ class LocalRanks:
     def share(self, memory: SharedMemory, part: torch.Tensor, readers: Sequence[int]) -> Address:
         """Where the readers will find a part of the memory, which ``post`` tells them. The memory
         counts as shared from now on."""
-        memory.share(readers)
+        address = memory.share(part, readers)
         self.shared.add(memory)
-        return memory.address(part)
+        return address
 
     def post(
         self, readers: Iterable[int], tag: int, address: Address, patience: Callable[[], float]
@@ -137,7 +137,7 @@ class LocalRanks:
     def wait_until_read(self, memory: SharedMemory, patience: Callable[[], float]) -> None:
         """Until all readers have read what was shared before; at once, nearly always."""
         if not memory.wait_until_read(0):
-            unread = memory.unread()
+            unread = list(memory.unread())
             failure = f"ranks {unread} have not read what was shared with them"
             self.wait(memory.wait_until_read, unread, patience, failure)
 
@@ -193,7 +193,7 @@ def _linger(shared: Iterable[SharedMemory], pids: Mapping[int, int]) -> None:
     with contextlib.ExitStack() as stack:
         have_ended = None
         for memory in list(shared):
-            while memory.unmapped() and time.monotonic() < until:
+            while 0 in memory.unread().values() and time.monotonic() < until:
                 have_ended = have_ended or _ends_of(pids.values(), stack)
                 if have_ended():
                     return

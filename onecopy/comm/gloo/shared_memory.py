@@ -134,16 +134,13 @@ class SharedMemory:
         self._readers: Sequence[int] = ()
         self._awaited = 0  # times that a reader has yet to post
 
-    def share(self, readers: Sequence[int]) -> None:
-        """The data is complete; the readers mark when they have read it."""
+    def share(self, part: torch.Tensor, readers: Sequence[int]) -> Address:
+        """Where the readers find a part of the data. They mark when they have read it."""
         self._sequence += 1
         self._readers = readers
         self._awaited += len(readers)
-
-    def address(self, data: torch.Tensor) -> Address:
-        """Of a part of the data, for a reader."""
-        start = data.data_ptr() - self.data.data_ptr()
-        return Address(self.fd, self.generation, start, start + data.nbytes, self._sequence)
+        start = part.data_ptr() - self.data.data_ptr()
+        return Address(self.fd, self.generation, start, start + part.nbytes, self._sequence)
 
     def wait_until_read(self, seconds: float) -> bool:
         """Whether nobody reads what was shared before; then the memory may be filled again."""
@@ -151,17 +148,11 @@ class SharedMemory:
             self._awaited -= 1
         return not self._awaited
 
-    def unread(self) -> list[int]:
-        """The readers that have not read what was shared last."""
-        if not self._readers:
-            return []
-        read = self._words[1:].tolist()
-        return [reader for reader in self._readers if read[reader] < self._sequence]
-
-    def unmapped(self) -> list[int]:
-        """The readers that have never read anything here, and have to."""
-        read = self._words[1:].tolist()
-        return [reader for reader in self.unread() if not read[reader]]
+    def unread(self) -> dict[int, int]:
+        """The readers that have not read what was shared last, each with the number of what it has
+        read: 0 if it has never mapped this memory."""
+        read = self._words[1:].tolist() if self._readers else []
+        return {reader: read[reader] for reader in self._readers if read[reader] < self._sequence}
 
 
 class MappedMemory:

@@ -51,21 +51,19 @@ def test_memory_cannot_be_truncated_under_its_readers() -> None:
 
 def test_what_was_shared_is_unread_until_every_reader_has_marked_it() -> None:
     memory = SharedMemory(100, world_size=4)
-    assert memory.unread() == []
-    memory.share([1, 3])
-    assert memory.unread() == [1, 3]
+    assert memory.unread() == {}
+    sequence = memory.share(memory.data, [1, 3]).sequence
+    assert memory.unread() == {1: 0, 3: 0}
     assert not memory.wait_until_read(0)
-    sequence = memory.address(memory.data).sequence
     other = MappedMemory(os.getpid(), memory.fd, world_size=4)
     other.mark_read(3, sequence)
-    assert memory.unread() == memory.unmapped() == [1]
+    assert memory.unread() == {1: 0}
     assert not memory.wait_until_read(0)
     other.mark_read(1, sequence)
-    assert memory.unread() == []
+    assert memory.unread() == {}
     assert memory.wait_until_read(0)
-    memory.share([3])
-    assert memory.unread() == [3]
-    assert memory.unmapped() == []  # it has read before, and what is mapped stays
+    memory.share(memory.data, [3])
+    assert memory.unread() == {3: sequence}  # it has read before, and what is mapped stays
 
 
 def test_memory_of_inference_mode_is_posted_to_outside_of_it() -> None:
@@ -74,9 +72,9 @@ def test_memory_of_inference_mode_is_posted_to_outside_of_it() -> None:
         mapped = MappedMemory(os.getpid(), memory.fd, 2)
     memory.data.fill_(1)
     mapped.data.add_(1)
-    memory.share([1])
+    memory.share(memory.data, [1])
     mapped.mark_read(1, 1)
-    assert memory.unread() == []
+    assert memory.unread() == {}
     assert set(memory.data.tolist()) == {2}
 
 
