@@ -56,8 +56,8 @@ class SharedRead:
             return
         local, source = self.local_ranks, self.source
         inbox = local.inboxes[source]
-        has_come = functools.partial(inbox.has, self.message)
-        local.wait(has_come, [source], patience, f"rank {source} has not shared what it should")
+        if not local.wait(functools.partial(inbox.has, self.message), [source], patience):
+            raise RuntimeError(f"rank {source} has not shared what it should")
         self.address = inbox.take(self.message)
         if self.address == NOT_COMING:
             raise RuntimeError(f"rank {source} has not received what it was to pass on")
@@ -109,7 +109,8 @@ class LocalRanks:
         """Send a message to each reader. Any thread may."""
         for reader in readers:
             post = functools.partial(self._post, reader, tag, address)
-            self.wait(post, [reader], patience, f"rank {reader} takes no more messages")
+            if not self.wait(post, [reader], patience):
+                raise RuntimeError(f"rank {reader} takes no more messages")
 
     def _post(self, reader: int, tag: int, address: Address, seconds: float) -> bool:
         if seconds:  # there was no room: the reader may itself wait for room at this rank
@@ -138,32 +139,28 @@ class LocalRanks:
         """Until all readers have read what was shared before; at once, nearly always."""
         if not memory.wait_until_read(0):
             unread = list(memory.unread())
-            failure = f"ranks {unread} have not read what was shared with them"
-            self.wait(memory.wait_until_read, unread, patience, failure)
+            if not self.wait(memory.wait_until_read, unread, patience):
+                raise RuntimeError(f"ranks {unread} have not read what was shared with them")
 
     def wait(
         self,
         is_done: Callable[[float], bool],
         ranks: Sequence[int],
         patience: Callable[[], float],
-        failure: str,
-    ) -> None:
-        """Until it is done; raise if one of the ranks has ended, or the time is over. ``is_done``
-        waits so many seconds itself; ``patience``, in seconds, is asked for only if that takes
-        long."""
+    ) -> bool:
+        """Until it is done, or one of the ranks has ended, or the time is over. ``is_done`` waits
+        so many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
         if is_done(0):
-            return
+            return True
         with marking_interruptions(), contextlib.ExitStack() as stack:
             if is_done(_AT_FIRST):
-                return
+                return True
             deadline = time.monotonic() + patience()
             have_ended = _ends_of([self.pids[rank] for rank in ranks], stack)
-            done = is_over = False
-            while not done and not is_over:
-                is_over = have_ended() or time.monotonic() > deadline
-                done = is_done(0 if is_over else _LATER)  # what they did before they ended counts
-        if not done:
-            raise RuntimeError(failure)
+            while not is_done(_LATER):
+                if have_ended() or time.monotonic() > deadline:
+                    return is_done(0)  # what they did before they ended counts
+        return True
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes are gone. To be asked when something has failed:
