@@ -29,7 +29,6 @@ from onecopy.comm.interface import (
     GatherBuffers,
     make_comm,
 )
-from onecopy.comm.monitor import do_nothing
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import fills_its_storage, is_dense, one_of_each
 from onecopy.planning.plan import Plan, Stream
