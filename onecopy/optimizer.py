@@ -96,6 +96,7 @@ from onecopy.sharding.inner import (
     OwnedState,
     RunClosure,
     Update,
+    flags_of,
     of_the_parameters,
 )
 from onecopy.sharding.sharded_params import ShardedParams, fingerprint, names_in
@@ -242,7 +243,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._check_steps:
             self._rank_group.monitor.compares_in = self._rank_group
         self.defaults = self._inner.defaults
-        self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+        self._flags = flags_of(self.param_groups)  # when they were last checked
         self._params.rebuild()
         if self._tracing is not None:
             self._tracing.begin(self.global_rank, self.wait, self._facts)
@@ -463,7 +464,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
                 raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
-            self._params.registry.require_same_groups(self.param_groups)
+            self._params.require_same_groups(self.param_groups)
             (group,) = as_groups([param_group])
             check_tensors([*self.param_groups, group])
             self._inner.options_in(self.param_groups)
@@ -489,7 +490,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[before:]
             raise
         self.defaults = self._inner.defaults
-        self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+        self._flags = flags_of(self.param_groups)
         self._full_state = "a parameter group was added after the last consolidation"
         self._params.rebuild()
         if self._attachment is not None:
@@ -511,13 +512,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _follow_flags(self) -> None:
         """Refuse flags of groups, as ``fused``, that were changed and that the plan forbids."""
-        present = self._params.registry.policies
-        if self._policies.flags_changed(present, self.param_groups):
+        flags = flags_of(self.param_groups)
+        if flags != self._flags:
             policies = self._policies_with(self.param_groups)
             self._params.registry.require_same_classes(policies)
             if self.world_size > 1:
                 self._params.registry.require_plan_fits(policies)
-            self._policies.remember_flags(present, self.param_groups)
+            self._flags = flags
 
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
         return self._policies.with_options(
@@ -932,7 +933,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 group.clear()
                 group.update(kept)
                 group.update(options_of(inner))
-            self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+            self._flags = flags_of(self.param_groups)
         if self.rank == 0:
             planned = [entry.param for entry in self._params.registry.planned(self._params.plan)]
             warn_of_masters(loadable, planned, self._inner.master_dtype)

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from onecopy.comm.stats import Phase, named
 from onecopy.planning.layout import flat_range, in_layout_of
 from onecopy.planning.param_groups import MASTER, grad_dtype, update_dtype
 from onecopy.planning.plan import Plan, Shard
-from onecopy.planning.traits import class_name, is_torch_class, options_of
+from onecopy.planning.traits import NOT_OPTIONS, class_name, is_torch_class, options_of
 from onecopy.torch_private import step_hooks, step_without_hooks, version_of
 
 # -------------------------------------------------------------------------- owned shards
@@ -224,13 +224,12 @@ class Inner:
 
     optimizer: Optimizer
     groups: list[int]
+    # Whether it may step on a part of its parameters at a time: a class of torch, which keeps all
+    # its state by parameter. Other classes may count their steps. So may hooks of the instance.
+    steps_by_bucket: bool = field(init=False)
 
-    @property
-    def steps_by_bucket(self) -> bool:
-        """Whether it may step on a part of its parameters at a time: a class of torch, which keeps
-        all its state by parameter. Other classes may count their steps."""
-        optimizer = self.optimizer
-        return is_torch_class(class_name(type(optimizer))) and not any(step_hooks(optimizer))
+    def __post_init__(self) -> None:
+        self.steps_by_bucket = is_torch_class(class_name(type(self.optimizer)))
 
     def step_on(self, params: Mapping[int, list[torch.Tensor]]) -> None:
         """Step on these parameters alone, which are given by the positions of their groups."""
@@ -331,6 +330,15 @@ class RunClosure:
             return self.loss
 
         return loss
+
+
+def flags_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What may decide how groups are sharded: class, partition, and options that switch something.
+    Why no numbers: schedulers change them in every step."""
+    return [
+        {key: v for key, v in group.items() if v is None or isinstance(v, (bool, str, type))}
+        for group in groups
+    ]
 
 
 # The gradients of this rank's shards in a bucket; None: those of the parameters themselves.
@@ -551,12 +559,12 @@ class InnerOptimizers:
     def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The user's options, as a scheduler may have changed them, to the inner optimizers."""
         for inner_group, group in zip(self.param_groups, groups, strict=True):
-            inner_group.update(options_of(group))
+            inner_group.update((key, group[key]) for key in group if key not in NOT_OPTIONS)
 
     def options_out(self, groups: Sequence[MutableMapping[str, Any]]) -> None:
         """The inner options, defaults and new ones included, to the user's groups."""
         for inner_group, group in zip(self.param_groups, groups, strict=True):
-            group.update(options_of(inner_group))
+            group.update((key, inner_group[key]) for key in inner_group if key not in NOT_OPTIONS)
 
     # ------------------------------------------------------------------ step
 
@@ -658,7 +666,11 @@ class Update:
         self._changing = changing
         self.result = closure.loss if isinstance(closure, RunClosure) else None
         is_plain = not kwargs and (closure is None or isinstance(closure, RunClosure))
-        self._by_bucket = [i for i in inner.inners if is_plain and i.steps_by_bucket]
+        self._by_bucket = [
+            i
+            for i in inner.inners
+            if is_plain and i.steps_by_bucket and not any(step_hooks(i.optimizer))
+        ]
         self.steps_at_once = len(self._by_bucket) < len(inner.inners)
 
     def update_at_once(self, order: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.comm.agreement import difference
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import flat_range, is_dense, one_of_each
-from onecopy.planning.param_groups import Entry, GroupPolicy, ParamRegistry
+from onecopy.planning.param_groups import Entry, GroupPolicy, GroupsChanged, ParamRegistry
 from onecopy.planning.plan import Plan
 from onecopy.sharding.engine import AllGathers, FlatStorage, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
@@ -236,8 +236,22 @@ class ShardedParams:
 
     def require_untouched(self, groups: Groups) -> None:
         """Raise if the user has changed what cannot be followed."""
-        self.registry.require_same_groups(groups)
+        self.require_same_groups(groups)
         self.modules.require_in_place()
+
+    def require_same_groups(self, groups: Groups) -> None:
+        """Raise if the lists of parameters in the groups were changed by hand."""
+        given = self.registry.listed
+        same = len(groups) == len(given) and all(
+            len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
+            for group, params in zip(groups, given, strict=True)
+        )
+        if not same:
+            raise GroupsChanged(
+                "the parameters in param_groups are not those that were given: changing the lists "
+                "by hand has no effect here. Use add_param_group(...) on all ranks, or build "
+                "another optimizer"
+            )
 
     def unfrozen(self) -> list[int]:
         """The parameters that the plan left out and that have become trainable."""
