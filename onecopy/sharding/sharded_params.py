@@ -419,7 +419,7 @@ class ModuleWatch:
     def _remember(self, places: Iterable[ModulePlace]) -> None:
         self._places = list(places)
         # The same in columns, to compare them without a Python loop in every step.
-        self._parameters = [place.parameters for place in self._places]
+        self._tables = [place.parameters for place in self._places]
         self._names = [place.name for place in self._places]
         self._params = [place.entry.param for place in self._places]
 
@@ -431,7 +431,7 @@ class ModuleWatch:
         if self._dead:
             self._dead.clear()
             self._remember(place for place in self._places if place.module() is not None)
-        found = map(dict.get, self._parameters, self._names)
+        found = map(dict.get, self._tables, self._names)
         if all(map(operator.is_, found, self._params)):
             return
         now: dict[Entry, list[torch.Tensor | None]] = {}
