@@ -97,7 +97,6 @@ from onecopy.sharding.inner import (
     RunClosure,
     Update,
     flags_of,
-    of_the_parameters,
 )
 from onecopy.sharding.sharded_params import ShardedParams, fingerprint, names_in
 from onecopy.torch_private import (
@@ -364,8 +363,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _prepare_step(
         self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
-    ) -> GradientsOf:
-        """Do everything that can be refused, in the same order on all ranks; the gradients."""
+    ) -> GradientsOf | None:
+        """Do everything that can be refused, in the same order on all ranks. Return the
+        gradients, or None: those of the parameters."""
         if self._attachment is not None:
             self._attachment.judge()
         self.wait()
@@ -393,7 +393,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if received is not None:  # this rank has joined
                 return self._inner.by_bucket(received).__getitem__
         self._require_usable_gradients()  # once more, of what was unfrozen just now
-        return of_the_parameters
+        return None
 
     @property
     def _mode(self) -> str:
@@ -475,9 +475,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             finally:
                 self.defaults = defaults
             policy = self._policies.of(group, self.defaults)
-            self._params.admit([group], [policy])
+            self._params.admit(self.param_groups, [policy])  # and what was unfrozen
             self._inner.add_group(before, group, policy.optimizer_class)
-            self._inner.refill_groups(self.param_groups)  # what was unfrozen is planned, too
             self._inner.options_out(self.param_groups)
             self._params.find_modules()
             return self._description()
@@ -499,7 +498,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _follow_changes(self, join_round: JoinRound | None = None) -> None:
         """Take over what happened to the parameters since the last step: they were unfrozen, given
         other memory, or state was loaded that is not compared yet. Collective if there is any."""
-        self._params.require_untouched(self.param_groups)
+        self._params.require_same_groups(self.param_groups)
+        self._params.modules.require_in_place()
         self._follow_flags()
         unfrozen = self._params.unfrozen()
         if join_round is not None:
@@ -948,7 +948,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _bring_masters_up_to_date(self) -> None:
         """Let master copies follow what was written into the parameters since the last step."""
         self.wait()
-        if self._inner.masters.follow_writes():
+        if self._inner.masters.follow_params(also_loaded=False):
             self._corruption.state_changed()
 
     def _send_rest_of_torn_step(self) -> None:
