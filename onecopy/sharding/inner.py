@@ -83,13 +83,6 @@ class OwnedShard:
             grad = flat_range(laid_out, self.shard.start, self.shard.stop)
         return grad
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether it has a master copy with digits that the parameter lacks."""
-        return self.has_master and not torch.equal(
-            self.tensor.detach(), self.values().to(self.tensor.dtype)
-        )
-
     def copied_to(self, param: torch.Tensor) -> OwnedShard:
         """The same for a copy of the parameter. Why: a copied view would not alias the copy."""
         master_dtype = self.tensor.dtype if self.has_master else None
@@ -518,9 +511,9 @@ class InnerOptimizers:
                 else:
                     found = list(zip(self.shards_in(bucket), gradients(bucket), strict=True))
                 for owned, grad in found:
-                    tensor, is_fit = owned.tensor, not owned.has_master
+                    tensor, converts = owned.tensor, owned.has_master
                     bound.append((tensor, tensor.grad))
-                    tensor.grad = grad if grad is None or is_fit else grad.to(tensor.dtype)
+                    tensor.grad = grad.to(tensor.dtype) if converts and grad is not None else grad
             yield
         finally:
             for tensor, grad in bound:
@@ -543,8 +536,10 @@ class InnerOptimizers:
         Why not always with it: a class would take a lone master copy for state that is complete.
         """
         state: Mapping[str, Any] | None = self.state.get(owned.tensor)
-        if owned.has_master and (state or owned.is_ahead):
-            return {**(state or {}), MASTER: owned.tensor.detach()}
+        if owned.has_master:
+            master = owned.tensor.detach()
+            if state or not torch.equal(master, owned.values().to(master.dtype)):
+                return {**(state or {}), MASTER: master}
         return state
 
     # ------------------------------------------------------------------ copying

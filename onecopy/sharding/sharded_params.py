@@ -98,8 +98,6 @@ _SAME_ORDER = (
     "ranks; named_parameters() instead of parameters() lets the ranks compare names."
 )
 Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
-
-
 # What reduces gradients in attached mode follows every change of the plan or of the memory, and
 # returns the memory from which it sends.
 Follow = Callable[[Plan, Sequence[torch.Tensor]], SendBuffers]
@@ -253,11 +251,8 @@ class ShardedParams:
 
     def require_same_form(self) -> None:
         """Raise if a parameter was converted after it was planned and cannot be followed."""
-        if (
-            self._rank_group.world_size > 1
-            or self._flat is not None
-            or self.inner.master_dtype is not None
-        ):
+        is_plain = self._flat is None and self.inner.master_dtype is None
+        if self._rank_group.world_size > 1 or not is_plain:
             self._memory.require_same_form()
 
     def require_same_groups(self, groups: Groups) -> None:
@@ -359,9 +354,12 @@ def _is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 # Both are looked for in every step, and models have thousands of parameters. So what is remembered
 # stands in columns, which are compared without a Python loop.
 
-_address: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
-_stride: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
-_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+# Where a parameter is in memory, and how it is read there.
+_MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
+    operator.methodcaller("data_ptr"),
+    operator.attrgetter("shape"),
+    operator.methodcaller("stride"),
+)
 
 
 class MemoryWatch:
@@ -369,17 +367,14 @@ class MemoryWatch:
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
         self._params = [entry.param for entry in entries]
-        self._addresses = list(map(_address, self._params))
-        self._shapes = one_of_each(map(_shape, self._params))
-        self._strides = one_of_each(map(_stride, self._params))
+        self._memory = [one_of_each(map(of, self._params)) for of in _MEMORY]
         self._forms = list(zip(entries, one_of_each(map(_form, self._params)), strict=True))
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory, or views the same memory in another way."""
-        return (
-            list(map(_address, self._params)) != self._addresses
-            or list(map(_shape, self._params)) != self._shapes
-            or list(map(_stride, self._params)) != self._strides
+        return any(
+            list(map(of, self._params)) != known
+            for of, known in zip(_MEMORY, self._memory, strict=True)
         )
 
     def require_same_form(self) -> None:
