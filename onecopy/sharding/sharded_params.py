@@ -634,7 +634,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     total = (rest * weights.new_tensor([1, 3, 5, 7, 9, 11, 13, 15])[: rest.numel()]).sum()
     for chunk in torch.split(words, CHUNK) if words.numel() else ():
         some = weights[: chunk.numel()]
-        # In one pass; accelerators have it for floats only.
+        # On the CPU in one pass; accelerators have `dot` for floats only.
         is_cpu = chunk.device.type == "cpu"
         total = total * ODD + (torch.dot(chunk, some) if is_cpu else (chunk * some).sum())
     return total
