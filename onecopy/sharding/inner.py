@@ -27,7 +27,7 @@ from onecopy.comm.stats import Phase, named
 from onecopy.planning.layout import flat_range, in_layout_of
 from onecopy.planning.param_groups import MASTER, grad_dtype, update_dtype
 from onecopy.planning.plan import Plan, Shard
-from onecopy.planning.traits import NOT_OPTIONS, class_name, is_torch_class, options_of
+from onecopy.planning.traits import NOT_OPTIONS, OUR_KEYS, class_name, is_torch_class, options_of
 from onecopy.torch_private import step_hooks, step_without_hooks, version_of
 
 # -------------------------------------------------------------------------- owned shards
@@ -252,7 +252,7 @@ def flags_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What may decide how groups are sharded: class, partition, and options that switch something.
     Why no numbers: schedulers change them in every step."""
     return [
-        {key: v for key, v in group.items() if v is None or isinstance(v, (bool, str, type))}
+        {k: v for k, v in group.items() if k in OUR_KEYS or v is None or isinstance(v, (bool, str))}
         for group in groups
     ]
 
