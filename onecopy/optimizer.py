@@ -96,7 +96,7 @@ from onecopy.sharding.inner import (
     OwnedState,
     RunClosure,
     Update,
-    of_the_parameters,
+    flags_of,
 )
 from onecopy.sharding.sharded_params import ShardedParams, fingerprint, names_in
 from onecopy.torch_private import (
@@ -242,7 +242,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._check_steps:
             self._rank_group.monitor.compares_in = self._rank_group
         self.defaults = self._inner.defaults
-        self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+        self._flags = flags_of(self.param_groups)  # when they were last checked
         self._params.rebuild()
         if self._tracing is not None:
             self._tracing.begin(self.global_rank, self.wait, self._facts)
@@ -363,8 +363,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _prepare_step(
         self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
-    ) -> GradientsOf:
-        """Do everything that can be refused, in the same order on all ranks; the gradients."""
+    ) -> GradientsOf | None:
+        """Do everything that can be refused, in the same order on all ranks. Return the
+        gradients, or None: those of the parameters."""
         if self._attachment is not None:
             self._attachment.judge()
         self.wait()
@@ -392,7 +393,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if received is not None:  # this rank has joined
                 return self._inner.by_bucket(received).__getitem__
         self._require_usable_gradients()  # once more, of what was unfrozen just now
-        return of_the_parameters
+        return None
 
     @property
     def _mode(self) -> str:
@@ -463,7 +464,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
                 raise TypeError(f"a parameter group must be a dict, got {type(param_group)}")
-            self._params.registry.require_same_groups(self.param_groups)
+            self._params.require_same_groups(self.param_groups)
             (group,) = as_groups([param_group])
             check_tensors([*self.param_groups, group])
             self._inner.options_in(self.param_groups)
@@ -474,9 +475,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             finally:
                 self.defaults = defaults
             policy = self._policies.of(group, self.defaults)
-            self._params.admit([group], [policy])
+            self._params.admit(self.param_groups, [policy])  # and what was unfrozen
             self._inner.add_group(before, group, policy.optimizer_class)
-            self._inner.refill_groups(self.param_groups)  # what was unfrozen is planned, too
             self._inner.options_out(self.param_groups)
             self._params.find_modules()
             return self._description()
@@ -489,7 +489,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[before:]
             raise
         self.defaults = self._inner.defaults
-        self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+        self._flags = flags_of(self.param_groups)
         self._full_state = "a parameter group was added after the last consolidation"
         self._params.rebuild()
         if self._attachment is not None:
@@ -498,7 +498,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _follow_changes(self, join_round: JoinRound | None = None) -> None:
         """Take over what happened to the parameters since the last step: they were unfrozen, given
         other memory, or state was loaded that is not compared yet. Collective if there is any."""
-        self._params.require_untouched(self.param_groups)
+        self._params.require_same_groups(self.param_groups)
+        self._params.modules.require_in_place()
         self._follow_flags()
         unfrozen = self._params.unfrozen()
         if join_round is not None:
@@ -511,13 +512,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _follow_flags(self) -> None:
         """Refuse flags of groups, as ``fused``, that were changed and that the plan forbids."""
-        present = self._params.registry.policies
-        if self._policies.flags_changed(present, self.param_groups):
+        flags = flags_of(self.param_groups)
+        if flags != self._flags:
             policies = self._policies_with(self.param_groups)
             self._params.registry.require_same_classes(policies)
             if self.world_size > 1:
                 self._params.registry.require_plan_fits(policies)
-            self._policies.remember_flags(present, self.param_groups)
+            self._flags = flags
 
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
         return self._policies.with_options(
@@ -933,7 +934,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 group.clear()
                 group.update(kept)
                 group.update(options_of(inner))
-            self._policies.remember_flags(self._params.registry.policies, self.param_groups)
+            self._flags = flags_of(self.param_groups)
         if self.rank == 0:
             planned = [entry.param for entry in self._params.registry.planned(self._params.plan)]
             warn_of_masters(loadable, planned, self._inner.master_dtype)
@@ -948,7 +949,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _bring_masters_up_to_date(self) -> None:
         """Let master copies follow what was written into the parameters since the last step."""
         self.wait()
-        if self._inner.masters.follow_writes():
+        if self._inner.masters.follow_params(also_loaded=False):
             self._corruption.state_changed()
 
     def _send_rest_of_torn_step(self) -> None:

@@ -514,7 +514,7 @@ def load_masters(local: InnerOptimizers, loadable: Loadable) -> None:
 
 def _part_of(owned: OwnedShard, value: Any) -> Any:
     """The shard's part of a state value: a copy, because the caller keeps the original."""
-    if not isinstance(value, torch.Tensor) or owned.is_whole or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or not owned.is_cut or value.dim() == 0:
         return copied(value)
     laid_out = in_layout_of(owned.param, value.detach())
     return flat_range(laid_out, owned.shard.start, owned.shard.stop).clone()

@@ -99,7 +99,7 @@ class CorruptionCheck(NoCheck):
     def before_step(self, step: int, sharded_params: ShardedParams, compare: Compare) -> None:
         inner = sharded_params.inner
         self._begin(step, inner, sharded_params.plan, sharded_params.registry.params)
-        compares, masters_will_follow = step % self.every == 0, inner.masters.are_behind()
+        compares, masters_will_follow = step % self.every == 0, bool(inner.masters.behind())
         if compares or masters_will_follow:  # else each bucket is read when its turn comes
             self.read_all()
         if masters_will_follow:

@@ -80,17 +80,14 @@ class Attachment:
         self.reducer.when_dropped = self._monitor.when_disagreeing = self.hooks.start_over
         self._lazy = LazyGather(module, sharded_params.all_gathers.queue) if lazy_gather else None
         sharded_params.gathers_lazily = lazy_gather
-        sharded_params.follower = self
+        sharded_params.follower = self.follow
 
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> SendBuffers:
         """The plan, or the memory of the parameters, is another one."""
         self.reducer.prepare(plan, params)
         self.hooks.follow(params)
         if self._lazy is not None:
             self._lazy.follow(plan, params)
-
-    @property
-    def send_buffers(self) -> SendBuffers:
         return self.reducer.send_buffer
 
     def detach(self) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -25,7 +24,6 @@ from onecopy.planning.plan import ParamSpec, Plan, default_bucket_mb, make_plan
 from onecopy.planning.text import shown
 from onecopy.planning.traits import (
     NOT_OPTIONS,
-    OUR_KEYS,
     Kind,
     options_of,
     partition_kind,
@@ -315,7 +313,7 @@ class GroupPolicy:
 Groups = Sequence[Mapping[str, Any]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PartitionPolicy:
     """How groups are sharded by an optimizer with these settings, class and options."""
 
@@ -323,7 +321,6 @@ class PartitionPolicy:
     settings: Settings
     given: Mapping[str, Any]  # the constructor's keywords, for groups of ``default_class``
     world_size: int = 1
-    _flags: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> GroupPolicy:
         cls = group.get("optimizer_class", self.default_class)
@@ -351,13 +348,6 @@ class PartitionPolicy:
             found.append(self.of({**fixed, **taken}, self.given))
         return found
 
-    def remember_flags(self, present: Sequence[GroupPolicy], groups: Groups) -> None:
-        self._flags = _flags(present, groups)
-
-    def flags_changed(self, present: Sequence[GroupPolicy], groups: Groups) -> bool:
-        """Whether a flag differs from what was remembered."""
-        return _flags(present, groups) != self._flags
-
 
 def _is_on(name: str, options: Mapping[str, Any]) -> bool:
     """Whether an option of the optimizer class that switches something is given, and on."""
@@ -365,17 +355,6 @@ def _is_on(name: str, options: Mapping[str, Any]) -> bool:
     if value is not None:
         check_switches(**{name: value})
     return bool(value)
-
-
-def _flags(present: Sequence[GroupPolicy], groups: Groups) -> list[dict[str, Any]]:
-    """What decides how a group is sharded: its class, its partition, and options that switch
-    something. Why no numbers: schedulers change them in every step."""
-    found = []
-    for policy, group in zip(present, groups, strict=True):
-        options = _constructor_options(policy.optimizer_class, group).items()
-        flags = {key: v for key, v in options if v is None or isinstance(v, (bool, str))}
-        found.append({**flags, **{key: group.get(key) for key in OUR_KEYS}})
-    return found
 
 
 def _constructor_options(cls: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,19 +417,6 @@ class ParamRegistry:
         return ParamRegistry(
             tuple(entries), (*self.policies, policy), (*self.listed, tuple(group["params"]))
         )
-
-    def require_same_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if the lists of parameters in the groups were changed by hand."""
-        same = len(groups) == len(self.listed) and all(
-            len(group["params"]) == len(listed) and all(map(operator.is_, group["params"], listed))
-            for group, listed in zip(groups, self.listed, strict=True)
-        )
-        if not same:
-            raise GroupsChanged(
-                "the parameters in param_groups are not those that were given: changing the lists "
-                "by hand has no effect here. Use add_param_group(...) on all ranks, or build "
-                "another optimizer"
-            )
 
     def with_policies(self, policies: Sequence[GroupPolicy]) -> ParamRegistry:
         """A registry for groups with these policies; this one if its plan is right for them."""

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from onecopy.comm.stats import Phase, named
 from onecopy.planning.layout import flat_range, in_layout_of
 from onecopy.planning.param_groups import MASTER, grad_dtype, update_dtype
 from onecopy.planning.plan import Plan, Shard
-from onecopy.planning.traits import class_name, is_torch_class, options_of
+from onecopy.planning.traits import NOT_OPTIONS, OUR_KEYS, class_name, is_torch_class, options_of
 from onecopy.torch_private import step_hooks, step_without_hooks, version_of
 
 # -------------------------------------------------------------------------- owned shards
@@ -61,10 +61,6 @@ class OwnedShard:
         return cls(shard, param, tensor, cut)
 
     @property
-    def is_whole(self) -> bool:
-        return not self.is_cut
-
-    @property
     def has_master(self) -> bool:
         return self.tensor.dtype != self.param.dtype
 
@@ -81,46 +77,11 @@ class OwnedShard:
             self.tensor.data = flat_range(self.param.detach(), self.shard.start, self.shard.stop)
 
     def gradient_from(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The tensor's gradient, from that of the whole parameter; a view of it if possible."""
+        """The shard's gradient, from that of the whole parameter; a view of it if possible."""
         if grad is not None and self.is_cut:
             laid_out = in_layout_of(self.param, grad)
             grad = flat_range(laid_out, self.shard.start, self.shard.stop)
-        return self.in_own_dtype(grad)
-
-    def in_own_dtype(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """A gradient of the shard in the dtype that the tensor takes."""
-        return grad.to(self.tensor.dtype) if grad is not None and self.has_master else grad
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether it has a master copy with digits that the parameter lacks."""
-        return self.has_master and not torch.equal(
-            self.tensor.detach(), self.values().to(self.tensor.dtype)
-        )
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the parameter may have been written to since its master copy followed it."""
-        return self.followed != version_of(self.param)
-
-    @torch.no_grad()
-    def follow_param(self) -> None:
-        """Copy what was written into the parameter; elsewhere the master copy keeps its digits."""
-        values = self.values()
-        changed = self.tensor.to(values.dtype) != values
-        # Why no `if changed.any()`: it would synchronise with the device.
-        self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
-        self.mark_followed()
-
-    def mark_followed(self) -> None:
-        """The parameter holds the values of the master copy."""
-        self.followed, self.is_loaded = version_of(self.param), False
-
-    @torch.no_grad()
-    def load_master(self, saved: torch.Tensor | None) -> None:
-        """Copy a master copy that was loaded; None: the values of the parameter."""
-        self.tensor.copy_(self.values() if saved is None else saved)
-        self.followed, self.is_loaded = version_of(self.param), True
+        return grad
 
     def copied_to(self, param: torch.Tensor) -> OwnedShard:
         """The same for a copy of the parameter. Why: a copied view would not alias the copy."""
@@ -128,43 +89,19 @@ class OwnedShard:
         new = OwnedShard.of(self.shard, param, self.is_cut, master_dtype)
         if self.has_master:
             new.tensor.data.copy_(self.tensor.data)
-            new.followed = None if self.is_behind else version_of(param)
+            is_behind = self.followed != version_of(self.param)
+            new.followed = None if is_behind else version_of(param)
             new.is_loaded = self.is_loaded
         return new
-
-
-class OwnedShards:
-    """The shards of this rank: in the order of the plan, by parameter and by bucket."""
-
-    def __init__(self, shards: Iterable[OwnedShard] = ()) -> None:
-        self.shards: list[OwnedShard] = []
-        self.of: dict[torch.Tensor, list[OwnedShard]] = {}
-        self.in_bucket: dict[int, list[OwnedShard]] = {}
-        # By bucket: those that are not the user's own parameters. Without master copies there are
-        # only a few in a bucket.
-        self.needing_gradients: dict[int, list[OwnedShard]] = {}
-        self.masters: list[OwnedShard] = []
-        for owned in shards:
-            self.add(owned)
-
-    def add(self, owned: OwnedShard) -> None:
-        bucket = owned.shard.bucket
-        self.shards.append(owned)
-        self.of.setdefault(owned.param, []).append(owned)
-        self.in_bucket.setdefault(bucket, []).append(owned)
-        if owned.tensor is not owned.param:
-            self.needing_gradients.setdefault(bucket, []).append(owned)
-        if owned.has_master:
-            self.masters.append(owned)
 
 
 class MasterCopies:
     """The master copies of this rank."""
 
-    def __init__(self, owned_shards: OwnedShards) -> None:
-        self._shards = owned_shards.masters
-        self._copies: dict[int, CopyList] = {}
-        for owned in self._shards:
+    def __init__(self, shards: Iterable[OwnedShard]) -> None:
+        self.shards = [owned for owned in shards if owned.has_master]
+        self._copies: dict[int, CopyList] = {}  # into the parameters, by bucket
+        for owned in self.shards:
             copies = self._copies.setdefault(owned.shard.bucket, CopyList())
             copies.add(owned.values(), owned.tensor.detach())
 
@@ -175,62 +112,58 @@ class MasterCopies:
 
     def remember(self) -> None:
         """The parameters hold the values of the master copies."""
-        for owned in self._shards:
-            owned.mark_followed()
+        for owned in self.shards:
+            owned.followed, owned.is_loaded = version_of(owned.param), False
 
-    def forget(self) -> None:
-        """The parameters have other memory, with unknown values in it."""
-        for owned in self._shards:
-            owned.followed = None
-
+    @torch.no_grad()
     def load(self, saved: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Load master copies, by the tensors of their shards; the others follow the parameters."""
-        for owned in self._shards:
-            owned.load_master(saved.get(owned.tensor))
+        for owned in self.shards:
+            owned.tensor.copy_(saved.get(owned.tensor, owned.values()))
+            owned.followed, owned.is_loaded = version_of(owned.param), True
 
-    def follow_writes(self) -> bool:
-        """Before master copies are saved: follow what was written into the parameters. Return
-        whether there may have been anything.
+    def behind(self, also_loaded: bool = True) -> list[OwnedShard]:
+        """Those whose parameters may have been written to since they followed them.
 
-        A master copy that was loaded stays until its parameter is written to, since the parameter
-        may be loaded next.
+        ``also_loaded``: and those that were loaded since the last step. They stay until their
+        parameter is written to or a step begins, since the parameter may be loaded next.
         """
-        behind = [owned for owned in self._shards if owned.is_behind]
+        return [
+            owned
+            for owned in self.shards
+            if owned.followed != version_of(owned.param) or (also_loaded and owned.is_loaded)
+        ]
+
+    @torch.no_grad()
+    def follow_params(self, also_loaded: bool = True) -> bool:
+        """Copy what was written into the parameters; elsewhere the master copies keep their
+        digits. Return whether there may have been anything. Before an update, and before master
+        copies are saved (not ``also_loaded``)."""
+        behind = self.behind(also_loaded)
         for owned in behind:
-            owned.follow_param()
+            values = owned.values()
+            changed = owned.tensor.to(values.dtype) != values
+            # Why no `if changed.any()`: it would synchronise with the device.
+            owned.tensor.copy_(torch.where(changed, values.to(owned.tensor.dtype), owned.tensor))
+            owned.followed, owned.is_loaded = version_of(owned.param), False
         return bool(behind)
-
-    def are_behind(self) -> bool:
-        """Whether ``follow_params`` would change one."""
-        return any(owned.is_loaded or owned.is_behind for owned in self._shards)
-
-    def follow_params(self) -> None:
-        """Before an update: follow all parameters, also with master copies that were loaded."""
-        for owned in self._shards:
-            if owned.is_loaded or owned.is_behind:
-                owned.follow_param()
-
-    def tell_autograd(self) -> None:
-        """Tell autograd that ``write_back`` has changed the parameters."""
-        torch.autograd.graph.increment_version([owned.param for owned in self._shards])
 
 
 # -------------------------------------------------------------------------- inner optimizers
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Inner:
     """One optimizer class on this rank, and the numbers of the groups that it serves."""
 
     optimizer: Optimizer
     groups: list[int]
+    # Whether it may step on a part of its parameters at a time: a class of torch, which keeps all
+    # its state by parameter. Other classes may count their steps. So may hooks of the instance.
+    steps_by_bucket: bool = field(init=False)
 
-    @property
-    def steps_by_bucket(self) -> bool:
-        """Whether it may step on a part of its parameters at a time: a class of torch, which keeps
-        all its state by parameter. Other classes may count their steps."""
-        optimizer = self.optimizer
-        return is_torch_class(class_name(type(optimizer))) and not any(step_hooks(optimizer))
+    def __post_init__(self) -> None:
+        self.steps_by_bucket = is_torch_class(class_name(type(self.optimizer)))
 
     def step_on(self, params: Mapping[int, list[torch.Tensor]]) -> None:
         """Step on these parameters alone, which are given by the positions of their groups."""
@@ -246,24 +179,6 @@ class Inner:
             for group, everything in before:
                 group["params"] = everything
 
-    def snapshot(self) -> Callable[[], None]:
-        """A function that undoes whatever happens to groups and state after this."""
-        optimizer, numbers = self.optimizer, list(self.groups)
-        state, state_entries = optimizer.state, dict(optimizer.state)
-        param_groups = [(group, dict(group)) for group in optimizer.param_groups]
-
-        def undo() -> None:
-            state.clear()
-            state.update(state_entries)
-            for group, before in param_groups:
-                group.clear()
-                group.update(before)
-            self.groups = numbers
-            optimizer.state = state
-            optimizer.param_groups = [group for group, _ in param_groups]
-
-        return undo
-
 
 class OwnedState(MutableMapping[torch.Tensor, Any]):
     """The state of what this rank owns, keyed by the tensors of the inner optimizers.
@@ -272,8 +187,8 @@ class OwnedState(MutableMapping[torch.Tensor, Any]):
     not exist yet, and make it by stepping the live optimizer.
     """
 
-    def __init__(self, inners: Callable[[], Sequence[Inner]]) -> None:
-        self._inners = inners
+    def __init__(self, owner: InnerOptimizers) -> None:
+        self._owner = owner
 
     def __bool__(self) -> bool:
         return True
@@ -288,7 +203,7 @@ class OwnedState(MutableMapping[torch.Tensor, Any]):
         del self._holder(tensor)[tensor]
 
     def _holder(self, tensor: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
-        for inner in self._inners():
+        for inner in self._owner.inners:
             if tensor in inner.optimizer.state:
                 return inner.optimizer.state
         raise KeyError(
@@ -298,11 +213,11 @@ class OwnedState(MutableMapping[torch.Tensor, Any]):
         )
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for inner in self._inners():
+        for inner in self._owner.inners:
             yield from inner.optimizer.state
 
     def __len__(self) -> int:
-        return sum(len(inner.optimizer.state) for inner in self._inners())
+        return sum(len(inner.optimizer.state) for inner in self._owner.inners)
 
 
 class RunClosure:
@@ -333,13 +248,17 @@ class RunClosure:
         return loss
 
 
-# The gradients of this rank's shards in a bucket; None: those of the parameters themselves.
-GradientsOf = Callable[[int], Sequence[torch.Tensor | None] | None]
+def flags_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What may decide how groups are sharded: class, partition, and options that switch something.
+    Why no numbers: schedulers change them in every step."""
+    return [
+        {k: v for k, v in group.items() if k in OUR_KEYS or v is None or isinstance(v, (bool, str))}
+        for group in groups
+    ]
 
 
-def of_the_parameters(_: int) -> None:
-    """The ``GradientsOf`` of drop-in mode."""
-
+# The gradients of this rank's shards in a bucket. None in its place: those of the parameters.
+GradientsOf = Callable[[int], Sequence[torch.Tensor | None]]
 
 # What an inner optimizer has in a bucket, by the positions of its groups.
 Portion = tuple[Inner, dict[int, list[torch.Tensor]]]
@@ -355,41 +274,53 @@ class InnerOptimizers:
         master_dtype: torch.dtype | None = None,
     ) -> None:
         self.master_dtype = master_dtype
-        self._owned = OwnedShards()
-        self.masters = MasterCopies(self._owned)
+        self.inners: list[Inner] = []
         self.portions: dict[int, list[Portion]] = {}  # by bucket
-        self._inners: dict[type[Optimizer], Inner] = {}
-        self._default_class = default_class
-        self._defaults = dict(defaults)
-        self.state = OwnedState(lambda: self.inners)
+        self._default_class, self._defaults = default_class, dict(defaults)
+        self.state = OwnedState(self)
+        self._own(())
+        self.masters = MasterCopies(())
 
     # ------------------------------------------------------------------ parameters and groups
 
-    @property
-    def shards(self) -> list[OwnedShard]:
-        """The shards of this rank, in the order of the plan."""
-        return self._owned.shards
+    def _own(self, shards: Iterable[OwnedShard]) -> None:
+        """Own these shards, in the order of the plan, and no others."""
+        self.shards = list(shards)
+        self._of: dict[torch.Tensor, list[OwnedShard]] = {}
+        self._in_bucket: dict[int, list[OwnedShard]] = {}
+        # By bucket: those that are not the user's own parameters. Without master copies there are
+        # only a few in a bucket.
+        self._needing_gradients: dict[int, list[OwnedShard]] = {}
+        for owned in self.shards:
+            self._of.setdefault(owned.param, []).append(owned)
+            self._in_bucket.setdefault(owned.shard.bucket, []).append(owned)
+            if owned.tensor is not owned.param:
+                self._needing_gradients.setdefault(owned.shard.bucket, []).append(owned)
 
     def shards_in(self, bucket: int) -> list[OwnedShard]:
         """The shards of this rank in a bucket."""
-        return self._owned.in_bucket.get(bucket, [])
+        return self._in_bucket.get(bucket, [])
 
     def of(self, param: torch.Tensor) -> list[OwnedShard]:
         """The shards of this rank of a parameter."""
-        return self._owned.of.get(param, [])
+        return self._of.get(param, [])
 
     def add_shards(self, plan: Plan, rank: int, params: Sequence[torch.Tensor]) -> None:
         """Own this rank's shards of the parameters that the plan gained."""
         known = {owned.shard.param for owned in self.shards}
-        for shard in plan.shards(rank):
-            if shard.param not in known:
-                cut = shard.param in plan.cut_params
-                self._owned.add(OwnedShard.of(shard, params[shard.param], cut, self.master_dtype))
+        new = [
+            OwnedShard.of(
+                shard, params[shard.param], shard.param in plan.cut_params, self.master_dtype
+            )
+            for shard in plan.shards(rank)
+            if shard.param not in known
+        ]
+        self._own([*self.shards, *new])
 
     def remove_shards(self) -> None:
         """Remove all shards and their state, to own those of another plan."""
-        self._owned = OwnedShards()
-        for inner in self._inners.values():
+        self._own(())
+        for inner in self.inners:
             for key in [key for key in inner.optimizer.state if isinstance(key, torch.Tensor)]:
                 del inner.optimizer.state[key]
 
@@ -410,13 +341,13 @@ class InnerOptimizers:
         for cls in dict.fromkeys(classes):
             numbers = [i for i, of_group in enumerate(classes) if of_group is cls]
             optimizer = self.construct(cls, [self._inner_group(groups[i]) for i in numbers])
-            self._inners[cls] = Inner(optimizer, numbers)
+            self.inners.append(Inner(optimizer, numbers))
 
     def add_group(self, number: int, group: Mapping[str, Any], cls: type[Optimizer]) -> None:
-        inner = self._inners.get(cls)
+        inner = self._inner_of(cls)
         inner_group = self._inner_group(group)
         if inner is None:
-            self._inners[cls] = Inner(self.construct(cls, [inner_group]), [number])
+            self.inners.append(Inner(self.construct(cls, [inner_group]), [number]))
         else:
             inner.optimizer.add_param_group(inner_group)
             inner.groups.append(number)
@@ -424,12 +355,15 @@ class InnerOptimizers:
 
     def refill_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """List newly owned shards in the groups of their parameters."""
-        for inner in self._inners.values():
+        for inner in self.inners:
             for number, inner_group in zip(inner.groups, inner.optimizer.param_groups, strict=True):
                 known = set(inner_group["params"])
                 inner_group["params"] = self._inner_group(groups[number])["params"]
                 new = [tensor for tensor in inner_group["params"] if tensor not in known]
                 self._complete_state(inner.optimizer, inner_group, new)
+
+    def _inner_of(self, cls: type[Optimizer]) -> Inner | None:
+        return next((inner for inner in self.inners if type(inner.optimizer) is cls), None)
 
     def construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
         made = cls(groups, **(self._defaults if cls is self._default_class else {}))
@@ -460,14 +394,13 @@ class InnerOptimizers:
                 return {}
         except Exception:  # a class that refuses such a parameter makes no state in its constructor
             return {}
-        like = {p: self._in_master_dtype(p) for p in params}
+        like = {}  # each parameter as its inner optimizer would see it
+        for param in params:
+            dtype = update_dtype(param.dtype, self.master_dtype)
+            is_own = dtype == param.dtype
+            like[param] = param if is_own else torch.nn.Parameter(param.detach().to(dtype))
         made = self.construct(cls, [{"params": list(like.values()), **options}]).state
         return {param: made[tensor] for param, tensor in like.items() if tensor in made}
-
-    def _in_master_dtype(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter as its inner optimizer would see it."""
-        dtype = update_dtype(param.dtype, self.master_dtype)
-        return param if dtype == param.dtype else torch.nn.Parameter(param.detach().to(dtype))
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter that the user listed twice is listed, and stepped, twice, as in torch."""
@@ -479,13 +412,23 @@ class InnerOptimizers:
 
         Containers are remembered, not copies of tensors: only a step changes those.
         """
-        shards, inners = list(self.shards), dict(self._inners)
-        undo_inners = [inner.snapshot() for inner in inners.values()]
+        shards, inners = self.shards, list(self.inners)
+        before = []
+        for inner in inners:
+            optimizer, numbers = inner.optimizer, list(inner.groups)
+            groups = [(group, dict(group)) for group in optimizer.param_groups]
+            before.append((inner, numbers, groups, optimizer.state, dict(optimizer.state)))
 
         def undo() -> None:
-            self._owned, self._inners = OwnedShards(shards), inners
-            for undo_inner in undo_inners:
-                undo_inner()
+            self._own(shards)
+            self.inners = inners
+            for inner, numbers, groups, state, entries in before:
+                contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, entries), *groups]
+                for container, content in contents:
+                    container.clear()
+                    container.update(content)
+                inner.groups, inner.optimizer.state = numbers, state
+                inner.optimizer.param_groups = [group for group, _ in groups]
             self.rebind()
 
         return undo
@@ -494,10 +437,10 @@ class InnerOptimizers:
         """Follow changes of shards, of groups, or of the memory of the parameters."""
         for owned in self.shards:
             owned.rebind()
-        self.masters = MasterCopies(self._owned)
+        self.masters = MasterCopies(self.shards)
         self.portions = {}
         bucket_of = {owned.tensor: owned.shard.bucket for owned in self.shards}
-        for inner in self._inners.values():
+        for inner in self.inners:
             of_inner: dict[int, dict[int, list[torch.Tensor]]] = {}
             for position, group in enumerate(inner.optimizer.param_groups):
                 for tensor in group["params"]:
@@ -509,15 +452,11 @@ class InnerOptimizers:
     # ------------------------------------------------------------------ as one optimizer
 
     @property
-    def inners(self) -> list[Inner]:
-        return list(self._inners.values())
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner groups, in the order of the user's."""
         numbered = {
             number: group
-            for inner in self._inners.values()
+            for inner in self.inners
             for number, group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
         }
         return [numbered[number] for number in sorted(numbered)]
@@ -525,14 +464,14 @@ class InnerOptimizers:
     @property
     def defaults(self) -> dict[str, Any]:
         """The full defaults of the constructor's class, as it completed them."""
-        inner = self._inners.get(self._default_class)
+        inner = self._inner_of(self._default_class)
         return dict(self._defaults) if inner is None else inner.optimizer.defaults
 
     def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Replace all state by this one, which is keyed by the tensors of our shards."""
         holders = {
             tensor: inner.optimizer.state
-            for inner in self._inners.values()
+            for inner in self.inners
             for group in inner.optimizer.param_groups
             for tensor in group["params"]
         }
@@ -543,7 +482,7 @@ class InnerOptimizers:
                 "the new state has keys that are not tensors of this rank's shards, which are in "
                 'optimizer.optim.param_groups[i]["params"]'
             )
-        for inner in self._inners.values():
+        for inner in self.inners:
             inner.optimizer.state.clear()
         for tensor, value in entries.items():
             holders[tensor][tensor] = value
@@ -551,50 +490,34 @@ class InnerOptimizers:
     def options_in(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The user's options, as a scheduler may have changed them, to the inner optimizers."""
         for inner_group, group in zip(self.param_groups, groups, strict=True):
-            inner_group.update(options_of(group))
+            inner_group.update((key, group[key]) for key in group if key not in NOT_OPTIONS)
 
     def options_out(self, groups: Sequence[MutableMapping[str, Any]]) -> None:
         """The inner options, defaults and new ones included, to the user's groups."""
         for inner_group, group in zip(self.param_groups, groups, strict=True):
-            group.update(options_of(inner_group))
+            group.update((key, inner_group[key]) for key in inner_group if key not in NOT_OPTIONS)
 
     # ------------------------------------------------------------------ step
 
     @contextlib.contextmanager
-    def bound(self, buckets: Sequence[int], gradients: GradientsOf) -> Iterator[None]:
+    def bound(self, buckets: Sequence[int], gradients: GradientsOf | None) -> Iterator[None]:
         """In the block the shards of these buckets have gradients; then the user's come back."""
         bound: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        owned_shards = self._owned
         try:
             for bucket in buckets:
-                given = gradients(bucket)
-                if given is None:
-                    for owned in owned_shards.needing_gradients.get(bucket, ()):
-                        tensor = owned.tensor
-                        bound.append((tensor, tensor.grad))
-                        tensor.grad = owned.gradient_from(owned.param.grad)
+                if gradients is None:
+                    needing = self._needing_gradients.get(bucket, ())
+                    found = [(owned, owned.gradient_from(owned.param.grad)) for owned in needing]
                 else:
-                    for owned, grad in zip(self.shards_in(bucket), given, strict=True):
-                        tensor = owned.tensor
-                        bound.append((tensor, tensor.grad))
-                        tensor.grad = owned.in_own_dtype(grad) if owned_shards.masters else grad
+                    found = list(zip(self.shards_in(bucket), gradients(bucket), strict=True))
+                for owned, grad in found:
+                    tensor, converts = owned.tensor, owned.has_master
+                    bound.append((tensor, tensor.grad))
+                    tensor.grad = grad.to(tensor.dtype) if converts and grad is not None else grad
             yield
         finally:
             for tensor, grad in bound:
                 tensor.grad = grad
-
-    @contextlib.contextmanager
-    def kept_in_place(self) -> Iterator[None]:
-        """Why: a class may give its parameters other memory (``p.data = ...``). Its values are
-        copied back."""
-        memories = [(owned.tensor, owned.tensor.data) for owned in self.shards]
-        try:
-            yield
-        finally:
-            for tensor, memory in memories:
-                if tensor.data_ptr() != memory.data_ptr():
-                    memory.copy_(tensor.data)
-                    tensor.data = memory
 
     def by_bucket(
         self, gradients: Sequence[torch.Tensor | None]
@@ -613,8 +536,10 @@ class InnerOptimizers:
         Why not always with it: a class would take a lone master copy for state that is complete.
         """
         state: Mapping[str, Any] | None = self.state.get(owned.tensor)
-        if owned.has_master and (state or owned.is_ahead):
-            return {**(state or {}), MASTER: owned.tensor.detach()}
+        if owned.has_master:
+            master = owned.tensor.detach()
+            if state or not torch.equal(master, owned.values().to(master.dtype)):
+                return {**(state or {}), MASTER: master}
         return state
 
     # ------------------------------------------------------------------ copying
@@ -624,17 +549,16 @@ class InnerOptimizers:
         defaults = copy.deepcopy(self._defaults, memo)
         new = type(self)(self._default_class, defaults, self.master_dtype)
         memo[id(self)] = new
-        for owned in self.shards:
-            copied = owned.copied_to(copy.deepcopy(owned.param, memo))
+        new._own([owned.copied_to(copy.deepcopy(owned.param, memo)) for owned in self.shards])
+        for owned, copied in zip(self.shards, new.shards, strict=True):
             memo[id(owned.tensor)] = copied.tensor
-            new._owned.add(copied)
-        new._inners = {
-            cls: Inner(copy.deepcopy(inner.optimizer, memo), list(inner.groups))
-            for cls, inner in self._inners.items()
-        }
+        for inner in self.inners:
+            optimizer = copy.deepcopy(inner.optimizer, memo)
+            new.inners.append(Inner(optimizer, list(inner.groups)))
         return new
 
 
+@dataclass
 class Update:
     """One step of all inner optimizers.
 
@@ -642,45 +566,51 @@ class Update:
     next one is computed. Any other class steps on all parameters at once.
     """
 
-    def __init__(
-        self,
-        inner: InnerOptimizers,
-        closure: Any,
-        kwargs: Mapping[str, Any],
-        gradients: GradientsOf,
-        changing: Callable[[], None],
-    ) -> None:
-        """``changing`` is called right before a class changes parameters or state."""
-        self._inner = inner
-        self._closure = closure
-        self._kwargs = kwargs
-        self._gradients = gradients
-        self._changing = changing
+    inner: InnerOptimizers
+    closure: Any
+    kwargs: Mapping[str, Any]
+    gradients: GradientsOf | None
+    changing: Callable[[], None]  # called right before a class changes parameters or state
+
+    def __post_init__(self) -> None:
+        closure, kwargs = self.closure, self.kwargs
         self.result = closure.loss if isinstance(closure, RunClosure) else None
         is_plain = not kwargs and (closure is None or isinstance(closure, RunClosure))
-        self._by_bucket = [i for i in inner.inners if is_plain and i.steps_by_bucket]
-        self.steps_at_once = len(self._by_bucket) < len(inner.inners)
+        self._by_bucket = [
+            i
+            for i in self.inner.inners
+            if is_plain and i.steps_by_bucket and not any(step_hooks(i.optimizer))
+        ]
+        self.steps_at_once = len(self._by_bucket) < len(self.inner.inners)
 
     def update_at_once(self, order: Sequence[int]) -> None:
         """Step the classes that do not step by bucket. The result is that of the first class."""
-        closure = self._closure
-        for number, inner in enumerate(self._inner.inners):
+        for number, inner in enumerate(self.inner.inners):
             if inner in self._by_bucket:
                 continue
-            given = dict(self._kwargs)
-            if closure is not None:
-                given["closure"] = closure.once() if isinstance(closure, RunClosure) else closure
-            with self._inner.bound(order, self._gradients), self._inner.kept_in_place():
-                self._changing()
-                result = step_without_hooks(inner.optimizer)(**given)
+            given = dict(self.kwargs)
+            if self.closure is not None:
+                has_run = isinstance(self.closure, RunClosure)
+                given["closure"] = self.closure.once() if has_run else self.closure
+            with self.inner.bound(order, self.gradients):
+                memories = [(owned.tensor, owned.tensor.data) for owned in self.inner.shards]
+                self.changing()
+                try:
+                    result = step_without_hooks(inner.optimizer)(**given)
+                finally:
+                    # A class may give its parameters other memory (``p.data = ...``).
+                    for tensor, memory in memories:
+                        if tensor.data_ptr() != memory.data_ptr():
+                            memory.copy_(tensor.data)
+                            tensor.data = memory
             self.result = result if number == 0 else self.result
 
     def update_bucket(self, bucket: int) -> None:
         """Step the other classes on what they have in this bucket."""
-        portions = self._inner.portions.get(bucket, ())
+        portions = self.inner.portions.get(bucket, ())
         portions = [portion for portion in portions if portion[0] in self._by_bucket]
         if portions:
-            with self._inner.bound([bucket], self._gradients), named(Phase.STEP, bucket):
-                self._changing()
+            with self.inner.bound([bucket], self.gradients), named(Phase.STEP, bucket):
+                self.changing()
                 for inner, params in portions:
                     inner.step_on(params)

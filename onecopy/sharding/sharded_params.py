@@ -15,9 +15,9 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.comm.agreement import difference
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import flat_range, is_dense, one_of_each
-from onecopy.planning.param_groups import Entry, GroupPolicy, ParamRegistry
+from onecopy.planning.param_groups import Entry, GroupPolicy, GroupsChanged, ParamRegistry
 from onecopy.planning.plan import Plan
 from onecopy.sharding.engine import AllGathers, FlatStorage, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
@@ -93,15 +93,14 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {summary}"
 
 
+_SAME_ORDER = (
+    "These are different parameters, in one position. Pass the parameters in the same order on all "
+    "ranks; named_parameters() instead of parameters() lets the ranks compare names."
+)
 Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
-
-
-class GradientBuffers(Protocol):
-    """What is rebuilt with every change of the plan or of the memory."""
-
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None: ...
-    @property
-    def send_buffers(self) -> SendBuffers: ...
+# What reduces gradients in attached mode follows every change of the plan or of the memory, and
+# returns the memory from which it sends.
+Follow = Callable[[Plan, Sequence[torch.Tensor]], SendBuffers]
 
 
 class ShardedParams:
@@ -121,7 +120,7 @@ class ShardedParams:
         self._memory = MemoryWatch()
         self.modules = ModuleWatch(())
         self._unplanned: list[torch.Tensor] = []  # frozen parameters
-        self.follower: GradientBuffers | None = None  # in attached mode
+        self.follower: Follow | None = None  # in attached mode
         self.status = StepStatus()
         self._unsent: list[int] = []  # buckets, of the present step
 
@@ -130,26 +129,25 @@ class ShardedParams:
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """If the block raises, registry, plan, shards and state are as before."""
-        registry, plan, confirmed = self.registry, self.plan, self.is_confirmed
-        modules = self.modules
+        before = self.registry, self.plan, self.is_confirmed, self.modules
         undo_inner = self.inner.snapshot()
         try:
             yield
         except BaseException:  # an interrupted load, too, leaves everything as it was
-            self.registry, self.plan, self.is_confirmed = registry, plan, confirmed
-            self.modules = modules
+            self.registry, self.plan, self.is_confirmed, self.modules = before
             undo_inner()
             raise
 
     def admit(self, groups: Groups, policies: Sequence[GroupPolicy]) -> None:
-        """Add groups, and own this rank's shards of the trainable parameters in them."""
-        for group, policy in zip(groups, policies, strict=True):
+        """Register the last groups, which have these policies, and plan what is trainable now."""
+        for group, policy in zip(groups[-len(policies) :], policies, strict=True):
             self.registry = self.registry.with_group(group, policy)
-        self._own(self.registry.extend(self.plan, self.registry.to_plan(self.plan)))
+        self.extend(groups, self.registry.to_plan(self.plan))
 
     def extend(self, groups: Groups, new: Sequence[int]) -> None:
-        """Plan parameters that are not planned yet."""
-        self._own(self.registry.extend(self.plan, new))
+        """Plan parameters that are not planned yet, and own this rank's shards of them."""
+        self.plan = self.registry.extend(self.plan, new)
+        self.inner.add_shards(self.plan, self._rank_group.rank, self.registry.params)
         self.inner.refill_groups(groups)
 
     def make_room_for(
@@ -182,41 +180,67 @@ class ShardedParams:
             cls = self.registry.policies[entry.group].optimizer_class
             made = self.inner.constructor_state(cls, groups[entry.group], [entry.param])
             state, initial = states.get(entry.param), made.get(entry.param)
-            if state is not None and initial is not None and _same(state, initial):
+            if state is not None and initial is not None and _is_same(state, initial):
                 found.add(entry.param)
         return found
-
-    def _own(self, plan: Plan) -> None:
-        self.plan = plan
-        self.inner.add_shards(plan, self._rank_group.rank, self.registry.params)
 
     def rebuild(self) -> None:
         """Prepare memory and all-gathers for the plan as it is now."""
         if self._memory.has_moved():  # by others, with unknown values in the new memory
-            self.inner.masters.forget()
+            for owned in self.inner.masters.shards:
+                owned.followed = None
         if self._flat is not None:
             self._flat.adopt(self.plan, self.registry.params)
         self.inner.rebind()
         self.all_gathers.release_staging()
-        send_buffers = None
-        if self.follower is not None:
-            self.follower.follow(self.plan, self.registry.params)
-            send_buffers = self.follower.send_buffers
-        self.all_gathers.prepare(
-            self.plan, self.registry.params, self._flat, self.gathers_lazily, send_buffers
-        )
-        self._memory.remember(self.registry.planned(self.plan))
-        self._unplanned = [self.registry.params[i] for i in self.registry.unplanned(self.plan)]
+        params = self.registry.params
+        send_buffers = None if self.follower is None else self.follower(self.plan, params)
+        self.all_gathers.prepare(self.plan, params, self._flat, self.gathers_lazily, send_buffers)
+        self._memory = MemoryWatch(self.registry.planned(self.plan))
+        self._unplanned = [params[index] for index in self.registry.unplanned(self.plan)]
 
     def find_modules(self) -> None:
         """Find the modules that use the parameters, to notice when they no longer do."""
         self.modules = ModuleWatch(self.registry.entries)
 
     def require_same_order(self, doing: str, first: int = 0) -> None:
-        """Raise on all ranks if their parameters from ``first`` on are in different orders.
-        Collective."""
-        names = self.modules.names
-        require_same_order(self._rank_group, doing, self.registry, names, first)
+        """Raise on all ranks if one of them holds the parameters from ``first`` on in another
+        order. Collective, after the ranks have agreed on shapes and on names that were given.
+
+        Names that modules give are compared. Where there are none, or the modules differ, values
+        are compared: that ranks have different values is no mistake, since DDP may still broadcast
+        them; that one rank has the values of another in another order is.
+        """
+        group = self._rank_group
+        if group.world_size == 1:
+            return
+        entries, names = self.registry.entries[first:], self.modules.names.of[first:]
+
+        def gathered(*mine: Sequence[str]) -> list[list[bytes]]:
+            """A digest of each of these lists, of all ranks."""
+            texts = ["\n".join(lines).encode(errors="backslashreplace") for lines in mine]
+            digests = b"".join(hashlib.sha256(text).digest() for text in texts)
+            everyone = group.all_gather_bytes(digests)
+            return [[of[32 * i : 32 * (i + 1)] for of in everyone] for i in range(len(mine))]
+
+        def refusal(entries: Sequence[Entry], views: Iterable[str]) -> Exception:
+            lines = [f"{entry.name} {view}" for entry, view in zip(entries, views, strict=True)]
+            return difference(group, [f"{doing}{group.whose}", *lines], _SAME_ORDER)
+
+        structure = self.modules.names.structure
+        ordered, unordered, structures = gathered(names, sorted(names), structure)
+        unnamed = [entry for entry, name in zip(entries, names, strict=True) if not name]
+        if len(set(ordered)) > 1:
+            is_same_model = len(set(structures)) == 1 and not any(
+                map(any, group.all_gather_bytes(bytes([bool(unnamed)])))
+            )
+            if is_same_model or _is_permuted(ordered, unordered):
+                raise refusal(entries, (f"is {name or 'not in a module'}" for name in names))
+            unnamed = list(entries)
+        if unnamed:
+            values = [_value(entry.param) for entry in unnamed]
+            if _is_permuted(*gathered(values, sorted(values))):
+                raise refusal(unnamed, (f"has the values {value}" for value in values))
 
     def name_in_module(self, index: int) -> str:
         """The name of a parameter, with the one that its module gives it if it has no other."""
@@ -227,17 +251,23 @@ class ShardedParams:
 
     def require_same_form(self) -> None:
         """Raise if a parameter was converted after it was planned and cannot be followed."""
-        if (
-            self._rank_group.world_size > 1
-            or self._flat is not None
-            or self.inner.master_dtype is not None
-        ):
+        is_plain = self._flat is None and self.inner.master_dtype is None
+        if self._rank_group.world_size > 1 or not is_plain:
             self._memory.require_same_form()
 
-    def require_untouched(self, groups: Groups) -> None:
-        """Raise if the user has changed what cannot be followed."""
-        self.registry.require_same_groups(groups)
-        self.modules.require_in_place()
+    def require_same_groups(self, groups: Groups) -> None:
+        """Raise if the lists of parameters in the groups were changed by hand."""
+        given = self.registry.listed
+        same = len(groups) == len(given) and all(
+            len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
+            for group, params in zip(groups, given, strict=True)
+        )
+        if not same:
+            raise GroupsChanged(
+                "the parameters in param_groups are not those that were given: changing the lists "
+                "by hand has no effect here. Use add_param_group(...) on all ranks, or build "
+                "another optimizer"
+            )
 
     def unfrozen(self) -> list[int]:
         """The parameters that the plan left out and that have become trainable."""
@@ -270,7 +300,9 @@ class ShardedParams:
         """Wait for the all-gathers, unless they are lazy."""
         self.all_gathers.finish()
         if self._rank_group.world_size == 1:
-            self.inner.masters.tell_autograd()
+            # Else the all-gathers do so for all parameters.
+            masters = self.inner.masters.shards
+            torch.autograd.graph.increment_version([owned.param for owned in masters])
         self.inner.masters.remember()
 
     def send_all(self) -> None:
@@ -309,48 +341,40 @@ _requires_grad, _grad = operator.attrgetter("requires_grad"), operator.attrgette
 _NONE = itertools.repeat(None)
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    if a.keys() != b.keys():
-        return False
-    for key, value in a.items():
-        other = b[key]
+def _is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    def same(value: Any, other: Any) -> bool:
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            if value.shape != other.shape or not torch.equal(value.cpu(), other.cpu()):
-                return False
-        elif value != other:
-            return False
-    return True
+            return value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
+        return bool(value == other)
+
+    return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
 
 
 # -------------------------------------------------------------------------- changed by others
 # Both are looked for in every step, and models have thousands of parameters. So what is remembered
 # stands in columns, which are compared without a Python loop.
 
-
-_address: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
-_stride: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
-_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+# Where a parameter is in memory, and how it is read there.
+_MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
+    operator.methodcaller("data_ptr"),
+    operator.attrgetter("shape"),
+    operator.methodcaller("stride"),
+)
 
 
 class MemoryWatch:
     """Remembers the memory and the form of parameters."""
 
-    def __init__(self) -> None:
-        self.remember(())
-
-    def remember(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry] = ()) -> None:
         self._params = [entry.param for entry in entries]
-        self._addresses = list(map(_address, self._params))
-        self._shapes = one_of_each(map(_shape, self._params))
-        self._strides = one_of_each(map(_stride, self._params))
+        self._memory = [one_of_each(map(of, self._params)) for of in _MEMORY]
         self._forms = list(zip(entries, one_of_each(map(_form, self._params)), strict=True))
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory, or views the same memory in another way."""
-        return (
-            list(map(_address, self._params)) != self._addresses
-            or list(map(_shape, self._params)) != self._shapes
-            or list(map(_stride, self._params)) != self._strides
+        return any(
+            list(map(of, self._params)) != known
+            for of, known in zip(_MEMORY, self._memory, strict=True)
         )
 
     def require_same_form(self) -> None:
@@ -368,11 +392,11 @@ def _form(param: torch.Tensor) -> str:
     return f"{param.dtype}, shape {tuple(param.shape)}, stride {param.stride()}, {param.device}"
 
 
-class ModulePlace(NamedTuple):
-    """A place in a module where a parameter was found."""
+class _Place(NamedTuple):
+    """Where in a module a parameter was found."""
 
     module: weakref.ref[torch.nn.Module]
-    parameters: dict[str, torch.Tensor | None]  # those of the module itself
+    table: ParameterTable
     name: str
     entry: Entry
 
@@ -388,24 +412,22 @@ class ModuleWatch:
         ours = {id(entry.param): entry for entry in entries}
         self._dead: list[Any] = []  # references to modules that have died
         modules = list(all_modules()) if ours else []
-        self.names = find_names([entry.param for entry in entries], modules)
+        params = [entry.param for entry in entries]
+        holders = find_holders(params, modules)
+        self.names = find_names(params, holders)
         self._remember(
-            ModulePlace(weakref.ref(module, self._dead.append), parameters, name, ours[id(param)])
-            for module, parameters in modules
-            for name, param in parameters.items()
+            _Place(weakref.ref(module, self._dead.append), table, name, ours[id(param)])
+            for module, table in modules
+            for name, param in table.items()
             if id(param) in ours
         )
-        self._ddps = [
-            weakref.ref(module)
-            for module, _ in modules
-            if isinstance(module, DistributedDataParallel)
-            and any(id(param) in ours for param in _parameters_of(module))
-        ]
+        ddps = (module for module, _ in holders if isinstance(module, DistributedDataParallel))
+        self._ddps = weakref.WeakSet(ddps)
 
-    def _remember(self, places: Iterable[ModulePlace]) -> None:
+    def _remember(self, places: Iterable[_Place]) -> None:
         self._places = list(places)
         # The same in columns, to compare them without a Python loop in every step.
-        self._parameters = [place.parameters for place in self._places]
+        self._tables = [place.table for place in self._places]
         self._names = [place.name for place in self._places]
         self._params = [place.entry.param for place in self._places]
 
@@ -417,12 +439,12 @@ class ModuleWatch:
         if self._dead:
             self._dead.clear()
             self._remember(place for place in self._places if place.module() is not None)
-        found = map(dict.get, self._parameters, self._names)
+        found = map(dict.get, self._tables, self._names)
         if all(map(operator.is_, found, self._params)):
             return
         now: dict[Entry, list[torch.Tensor | None]] = {}
         for place in self._places:
-            now.setdefault(place.entry, []).append(place.parameters.get(place.name))
+            now.setdefault(place.entry, []).append(place.table.get(place.name))
         for entry, params in now.items():
             if all(param is not None and param is not entry.param for param in params):
                 raise RuntimeError(
@@ -433,7 +455,7 @@ class ModuleWatch:
 
     def require_finished_backward(self) -> None:
         """Raise if DDP waits for the end of a backward that has raised."""
-        if any(is_unfinished(ddp) for ddp in self._live_ddps()):
+        if any(map(is_unfinished, self._ddps)):
             raise RuntimeError(
                 "the last backward under DDP has not come to its end, and a part of the gradients "
                 "is not averaged: it raised, or parameters were not used. Call zero_grad(), wrap "
@@ -443,17 +465,7 @@ class ModuleWatch:
 
     def forgive_backward(self) -> None:
         """The gradients were dropped: DDP modules that can never go on are no longer watched."""
-        self._ddps = [weakref.ref(ddp) for ddp in self._live_ddps() if not is_unfinished(ddp)]
-
-    def _live_ddps(self) -> list[DistributedDataParallel]:
-        return [ddp for ddp in (ref() for ref in self._ddps) if ddp is not None]
-
-
-def _parameters_of(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    try:
-        return names_in(module)
-    except Exception:  # as in all_modules
-        return ()
+        self._ddps -= set(filter(is_unfinished, self._ddps))
 
 
 # -------------------------------------------------------------------------- names and order
@@ -461,42 +473,39 @@ def _parameters_of(module: torch.nn.Module) -> Iterable[torch.Tensor]:
 # the process. Names are relative to the innermost module that holds the parameters, without
 # wrappers: they are equal on ranks of which only some wrap the model.
 
-
-# A module, and the parameters of the module itself by name.
-ModuleParameters = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
+ParameterTable = dict[str, torch.Tensor | None]  # the parameters of a module itself, by name
 
 
 def names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """The parameters of a module with their names; a tied parameter has its first name."""
+    """The parameters of a module with their names, without wrappers; a tied parameter has its
+    first name."""
     found: dict[torch.Tensor, str] = {}
-    for name, param in _walk(module, ""):
-        found.setdefault(param, name)
+
+    def visit(module: torch.nn.Module, prefix: str) -> None:
+        # Why not module.named_parameters: a class may override it with other arguments.
+        for name, param in torch.nn.Module.named_parameters(module, recurse=False):
+            found.setdefault(param, prefix + name)
+        is_ddp = isinstance(module, DistributedDataParallel)
+        for name, child in torch.nn.Module.named_children(module):
+            is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
+            visit(child, prefix if is_wrapper else f"{prefix}{name}.")
+
+    visit(module, "")
     return found
 
 
-def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Like ``named_parameters``, without the wrappers in the names."""
-    # Why not module.named_parameters: a class may override it with other arguments.
-    for name, param in torch.nn.Module.named_parameters(module, recurse=False):
-        yield prefix + name, param
-    is_ddp = isinstance(module, DistributedDataParallel)
-    for name, child in torch.nn.Module.named_children(module):
-        is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
-        yield from _walk(child, prefix if is_wrapper else f"{prefix}{name}.")
-
-
-def all_modules() -> Iterator[ModuleParameters]:
+def all_modules() -> Iterator[tuple[torch.nn.Module, ParameterTable]]:
     """All modules of the process."""
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.nn.Module):
             try:
-                parameters = own_parameters(obj)
+                table = own_parameters(obj)
             # Why: a module that raises, perhaps because it is not built yet or has its own
             # __getattribute__, must not fail an optimizer that does not use it.
             except Exception:
                 continue
-            if parameters is not None:
-                yield obj, parameters
+            if table is not None:
+                yield obj, table
 
 
 class ModuleNames(NamedTuple):
@@ -506,81 +515,72 @@ class ModuleNames(NamedTuple):
     structure: tuple[str, ...]  # the names of all parameters of these modules
 
 
-def find_names(params: Sequence[torch.Tensor], modules: Sequence[ModuleParameters]) -> ModuleNames:
+def find_holders(
+    params: Sequence[torch.Tensor], modules: Sequence[tuple[torch.nn.Module, ParameterTable]]
+) -> list[tuple[torch.nn.Module, set[int]]]:
+    """The modules that hold parameters, themselves or in their children, and the positions of
+    these parameters."""
+    positions = {id(param): position for position, param in enumerate(params)}
+    parents: dict[int, list[torch.nn.Module]] = {}
+    for module, _ in modules:
+        for child in _children(module):
+            parents.setdefault(id(child), []).append(module)
+    holders: dict[int, tuple[torch.nn.Module, set[int]]] = {}
+    for holder, table in modules:
+        own = {positions[id(param)] for param in table.values() if id(param) in positions}
+        above = [holder] if own else []
+        while above:
+            module = above.pop()
+            _, held = holders.setdefault(id(module), (module, set()))
+            if not own <= held:
+                held |= own
+                above += parents.get(id(module), ())
+    return list(holders.values())
+
+
+def find_names(
+    params: Sequence[torch.Tensor], holders: Sequence[tuple[torch.nn.Module, set[int]]]
+) -> ModuleNames:
     """Names for the parameters, relative to the innermost module that holds most of them.
 
     Why the innermost: a wrapper around the model, which may exist on one rank only, must not change
     the names. Parameters of several models get the class of theirs as a prefix.
     """
-    masks, holders = _coverage(params, modules)
+    held_by = {id(module): held for module, held in holders}
+    holding: dict[Set[int], list[torch.nn.Module]] = defaultdict(list)
+    for module, held in holders:
+        holding[frozenset(held)].append(module)
     found = [""] * len(params)
     structure: list[str] = []
-    unnamed = (1 << len(params)) - 1
+    unnamed = set(range(len(params)))
     roots: list[tuple[torch.nn.Module, list[int]]] = []
-    for mask in sorted(holders, key=lambda mask: (-mask.bit_count(), mask)):
-        indices = list(_set_bits(mask & unnamed))
-        if not indices:
+    for together in sorted(holding, key=lambda held: (-len(held), sorted(held))):
+        positions = sorted(together & unnamed)
+        if not positions:
             continue
-        unnamed &= ~mask
+        unnamed -= together
         innermost = [
             module
-            for module in holders[mask]
-            if not any(masks.get(id(child)) == mask for child in _children(module))
+            for module in holding[together]
+            if not any(held_by.get(id(child)) == together for child in _children(module))
         ]
         try:
             namings = [names_in(module) for module in innermost]
         except Exception:  # a module that contains itself, or cannot be walked, names nothing
             continue
-        ways = {tuple(naming.get(params[index], "") for index in indices) for naming in namings}
+        ways = {tuple(naming.get(params[i], "") for i in positions) for naming in namings}
         if len(ways) != 1:
             continue
-        roots.append((innermost[0], indices))
-        for index, name in zip(indices, ways.pop(), strict=True):
-            found[index] = name
+        roots.append((innermost[0], positions))
+        for position, name in zip(positions, ways.pop(), strict=True):
+            found[position] = name
         structure += sorted(namings[0].values())
     if len(roots) > 1:
-        for module, indices in roots:
-            for index in indices:
-                found[index] = found[index] and f"{type(module).__name__}.{found[index]}"
+        for module, positions in roots:
+            for position in positions:
+                found[position] = found[position] and f"{type(module).__name__}.{found[position]}"
     counts = Counter(found)
     return ModuleNames(tuple(name if counts[name] == 1 else "" for name in found), tuple(structure))
-
-
-def _coverage(
-    params: Sequence[torch.Tensor], modules: Sequence[ModuleParameters]
-) -> tuple[dict[int, int], dict[int, list[torch.nn.Module]]]:
-    """Which of the parameters each module holds, itself or in its children: a bit mask, by the id
-    of the module; and the modules by mask."""
-    bits = {id(param): 1 << index for index, param in enumerate(params)}
-    parents: dict[int, list[torch.nn.Module]] = {}
-    for module, _ in modules:
-        for child in _children(module):
-            parents.setdefault(id(child), []).append(module)
-    masks: dict[int, int] = {}
-    by_id: dict[int, torch.nn.Module] = {}
-    for holder, parameters in modules:
-        mask = 0
-        for param in parameters.values():
-            mask |= bits.get(id(param), 0)
-        above = [holder] if mask else []
-        while above:
-            module = above.pop()
-            before = masks.get(id(module), 0)
-            if before | mask != before:
-                masks[id(module)] = before | mask
-                by_id[id(module)] = module
-                above += parents.get(id(module), ())
-    holders: dict[int, list[torch.nn.Module]] = {}
-    for key, mask in masks.items():
-        holders.setdefault(mask, []).append(by_id[key])
-    return masks, holders
-
-
-def _set_bits(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
 
 
 def _children(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -588,62 +588,6 @@ def _children(module: torch.nn.Module) -> list[torch.nn.Module]:
         return [child for _, child in torch.nn.Module.named_children(module)]
     except Exception:  # as in all_modules
         return []
-
-
-# -------------------------------------------------------------------------- order
-
-_SAME_ORDER = (
-    "These are different parameters, in one position. Pass the parameters in the same order on all "
-    "ranks; named_parameters() instead of parameters() lets the ranks compare names."
-)
-
-
-def require_same_order(
-    rank_group: RankGroup, doing: str, registry: ParamRegistry, found: ModuleNames, first: int
-) -> None:
-    """Raise on all ranks if one of them holds the parameters from ``first`` on in another order.
-    Collective, after the ranks have agreed on shapes and on names that were given.
-
-    Names that modules give are compared. Where there are none, or the modules differ, values are
-    compared: that ranks have different values is no mistake, since DDP may still broadcast them;
-    that one rank has the values of another in another order is.
-    """
-    if rank_group.world_size == 1:
-        return
-    entries, names = registry.entries[first:], found.of[first:]
-
-    def refusal(lines: Sequence[str]) -> Exception:
-        return difference(rank_group, [f"{doing}{rank_group.whose}", *lines], _SAME_ORDER)
-
-    mine = [_digest(names), _digest(sorted(names)), _digest(found.structure)]
-    ordered, unordered, structures = _gather(rank_group, mine)
-    unnamed = [entry for entry, name in zip(entries, names, strict=True) if not name]
-    if len(set(ordered)) > 1:
-        is_same_model = len(set(structures)) == 1 and not any(
-            map(any, rank_group.all_gather_bytes(bytes([bool(unnamed)])))
-        )
-        if is_same_model or _is_permuted(ordered, unordered):
-            raise refusal(
-                [
-                    f"{entry.name} is {name or 'not in a module'}"
-                    for entry, name in zip(entries, names, strict=True)
-                ]
-            )
-        unnamed = list(entries)
-    if unnamed:
-        values = [_value(entry.param) for entry in unnamed]
-        if _is_permuted(*_gather(rank_group, [_digest(values), _digest(sorted(values))])):
-            raise refusal(
-                [
-                    f"{entry.name} has the values {value}"
-                    for entry, value in zip(unnamed, values, strict=True)
-                ]
-            )
-
-
-def _is_permuted(ordered: Sequence[bytes], unordered: Sequence[bytes]) -> bool:
-    """Whether two ranks have the same in another order."""
-    return len(set(zip(ordered, unordered, strict=True))) > len(set(unordered))
 
 
 def _value(param: torch.Tensor) -> str:
@@ -656,14 +600,9 @@ def _value(param: torch.Tensor) -> str:
         return "[]"
 
 
-def _digest(lines: Sequence[str]) -> bytes:
-    return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).digest()
-
-
-def _gather(rank_group: RankGroup, digests: Sequence[bytes]) -> list[list[bytes]]:
-    """Each of these digests, of all ranks."""
-    everyone = rank_group.all_gather_bytes(b"".join(digests))
-    return [[of[32 * i : 32 * (i + 1)] for of in everyone] for i in range(len(digests))]
+def _is_permuted(ordered: Sequence[bytes], unordered: Sequence[bytes]) -> bool:
+    """Whether two ranks have the same in another order."""
+    return len(set(zip(ordered, unordered, strict=True))) > len(set(unordered))
 
 
 # -------------------------------------------------------------------------- fingerprints
@@ -694,15 +633,11 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     )
     total = (rest * weights.new_tensor([1, 3, 5, 7, 9, 11, 13, 15])[: rest.numel()]).sum()
     for chunk in torch.split(words, CHUNK) if words.numel() else ():
-        weighted = _weighted_sum(chunk, weights[: chunk.numel()])
-        total = total * ODD + weighted
+        some = weights[: chunk.numel()]
+        # On the CPU in one pass; accelerators have `dot` for floats only.
+        is_cpu = chunk.device.type == "cpu"
+        total = total * ODD + (torch.dot(chunk, some) if is_cpu else (chunk * some).sum())
     return total
-
-
-def _weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if words.device.type == "cpu":
-        return torch.dot(words, weights)  # in one pass; accelerators have it for floats only
-    return (words * weights).sum()
 
 
 def words_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

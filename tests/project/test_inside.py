@@ -125,7 +125,7 @@ def test_private_names_are_used_in_inside_only(file: Path) -> None:
     [
         "plan = optimizer._plan",
         "optimizer._steps += 1",
-        "run(twins[0].optimizer._shards.gatherer)",
+        "run(twins[0].optimizer._params.all_gathers)",
         "from onecopy.planning.traits import _probe",
         "onecopy.planning.sizes.MIN_SHARED_BYTES = 1",
         "from onecopy import neighbours\nneighbours.WORTH_LENDING = 1",

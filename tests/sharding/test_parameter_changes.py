@@ -34,13 +34,16 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.planning.param_groups import Entry
-from onecopy.sharding.sharded_params import MemoryWatch, ModuleWatch, find_names
+from onecopy.sharding.sharded_params import (
+    MemoryWatch,
+    ModuleWatch,
+    find_holders,
+    find_names,
+)
 
 
 def watched(module: nn.Module) -> MemoryWatch:
-    watch = MemoryWatch()
-    watch.remember(entries(module))
-    return watch
+    return MemoryWatch(entries(module))
 
 
 def entries(module: nn.Module) -> list[Entry]:
@@ -73,8 +76,7 @@ def test_new_memory_of_the_same_form_is_seen_and_allowed() -> None:
     module.bias.data = torch.zeros(4)
     assert watch.has_moved()
     watch.require_same_form()
-    watch.remember(entries(module))
-    assert not watch.has_moved()
+    assert not MemoryWatch(entries(module)).has_moved()
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,7 @@ class Movable:
 
 def test_another_device_is_refused() -> None:
     param: Any = Movable(torch.zeros(4, 3))
-    watch = MemoryWatch()
-    watch.remember([Entry(param, "weight", 0)])
+    watch = MemoryWatch([Entry(param, "weight", 0)])
     param.tensor = torch.zeros(4, 3, device="meta")
     assert watch.has_moved()
     with pytest.raises(RuntimeError, match=r"weight has changed.* cpu to .* meta"):
@@ -313,7 +314,7 @@ def test_many_modules_without_a_common_one_are_named_in_linear_time() -> None:
         modules: Any = [(layer, dict(layer.named_parameters())) for layer in layers]
         params = [layer.weight for layer in layers]
         before = time.thread_time()
-        assert find_names(params, modules).of == ("",) * count
+        assert find_names(params, find_holders(params, modules)).of == ("",) * count
         return time.thread_time() - before
 
     few, many = min(seconds(1000) for _ in range(3)), min(seconds(8000) for _ in range(2))
