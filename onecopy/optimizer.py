@@ -48,7 +48,8 @@ from onecopy.checkpoint.load import (
     agree_on_shards,
     load_checkpoint,
 )
-from onecopy.checkpoint.save import require_name, save_checkpoint
+from onecopy.checkpoint.metadata import require_name
+from onecopy.checkpoint.save import save_checkpoint
 from onecopy.checkpoint.state import (
     StateShard,
     StateView,

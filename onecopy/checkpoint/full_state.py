@@ -496,9 +496,8 @@ def with_ranks_told(rank_group: RankGroup, loadable: Loadable) -> Loadable:
         masters = sum(shard.is_master for shard in shards)
         has_shards |= masters < len(shards)
         lacks |= owned.has_master and not masters
-    found = torch.tensor([int(lacks), int(has_shards)], device=rank_group.control_device)
-    rank_group.maximum(found).wait()
-    lacks, has_shards = map(bool, found.tolist())
+    of_ranks = rank_group.all_gather_bytes(bytes([lacks, has_shards]))
+    lacks, has_shards = (any(column) for column in zip(*of_ranks, strict=True))
     return replace(loadable, lacks_masters=lacks, has_shards=has_shards)
 
 

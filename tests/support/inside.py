@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
-from onecopy.checkpoint import load, metadata, save
+from onecopy.checkpoint import load, save
 from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
 from onecopy.comm import agreement, c10d, group, interface, monitor, transfer
 from onecopy.comm.gloo import comm as gloo
@@ -358,7 +358,6 @@ wait_for_readers = local_ranks._linger
 known_kinds = traits._KNOWN
 probe_kind = traits._probe
 MIN_MESSAGE_BYTES = transfer._MIN_MESSAGE_BYTES
-ArchiveIndex = metadata._Index
 without_split = torch_private._without_split
 pack, unpack = transfer._pack, transfer._unpack
 
