@@ -218,10 +218,11 @@ class _AllGather(_Operation):
         self._copies: dict[tuple[int, int], tuple[tuple[int, ...], CopyList]] = {}
         self._relayed: list[tuple[int, torch.Tensor]] = []  # by owner: received for local ranks
         host, everybody = topology.host_of(rank), ranks_after(rank, comm.group.world_size)
+        itemsize = params.like.element_size()
         # What is relayed comes last: it is shared last, and so it has to be marked last as read.
         for owner in (rank, *comm.peers, *sorted({*everybody}.difference(comm.peers))):
             start, stop = params.layout.range(owner)
-            shared = is_shared((stop - start) * params.like.element_size(), comm.links)
+            shared = is_shared((stop - start) * itemsize, comm.links)
             in_memory = shared and bool(comm.peers)
             source = topology.relay(owner, host)  # the owner itself, if it is a local rank
             if in_memory and source != rank:
