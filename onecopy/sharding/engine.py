@@ -95,8 +95,8 @@ class BucketQueue:
         # A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
         # given up. Copies of parameters can.
         can_be_repeated = phase is Phase.ALL_GATHER
-        self._once: Callable[[str], contextlib.AbstractContextManager[object]]
-        self._once = contextlib.nullcontext if can_be_repeated else group.monitor.or_give_up
+        self._or_give_up: Callable[[str], contextlib.AbstractContextManager[object]]
+        self._or_give_up = contextlib.nullcontext if can_be_repeated else group.monitor.or_give_up
         # Of its own. Why: two queues may launch their buckets in different orders on two ranks.
         self._comms: dict[torch.device, Comm] = {}
         self.limit = IN_FLIGHT
@@ -130,7 +130,7 @@ class BucketQueue:
                 buffer.wait_until_read()  # may fail: nothing is in flight yet
             if fill is not None:
                 fill()
-            with self._once("sending gradients"):
+            with self._or_give_up("sending gradients"):
                 op.start()
                 bucket.phase = self._in_flight_phase
                 for buffer in op.buffers:
@@ -150,7 +150,7 @@ class BucketQueue:
         bucket, op = self.in_flight[number]
         with self._group.counters.waiting(self._phase, number):
             op.wait()
-            with self._once("adding up gradients"):
+            with self._or_give_up("adding up gradients"):
                 op.complete()
                 # Not before: whoever uses the bucket must not pass for lack of it.
                 self._cross_off(bucket, op)
