@@ -38,23 +38,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from onecopy.planning.text import shown
 from onecopy.planning.traits import Kind
 
 _MOST_MIB = 2**40  # an exbibyte
-
-
-def check_bucket_mb(bucket_mb: Any) -> None:
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
-        raise TypeError(f"bucket_mb must be a number of MiB, got {shown(bucket_mb)}")
-    if not 0 < bucket_mb <= _MOST_MIB:
-        raise ValueError(
-            "bucket_mb must be a positive number of MiB, and no more than any machine has: got "
-            f"{shown(bucket_mb)}"
-        )
-
 
 # Elements that are never separated. Why: a vectorised loop and its scalar tail may round
 # differently, so a cut changes bits unless it lies a multiple of the vector length away from the
@@ -212,6 +200,11 @@ class Plan:
         ranks = range(self.world_size)
         return bisect.bisect_right(ranks, offset, key=lambda r: self.slot(bucket, r)[0]) - 1
 
+    def owners(self, bucket: int, segment: Segment) -> tuple[int, int]:
+        """The first and the last rank that own some of a segment."""
+        last = segment.offset + max(segment.numel, 1) - 1
+        return self.rank_at(bucket, segment.offset), self.rank_at(bucket, last)
+
     def range_of(self, bucket: int, rank: int) -> tuple[int, int]:
         """[start, stop) of what a rank owns in a bucket of any kind: always one run."""
         if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
@@ -270,11 +263,10 @@ class Plan:
         cut, seen = set(), set()
         for number in range(len(self.buckets)):
             for segment in self.segments(number):
-                param, last = segment.param, segment.offset + max(segment.numel, 1) - 1
-                owners = {self.rank_at(number, segment.offset), self.rank_at(number, last)}
-                if param in seen or len(owners) > 1:
-                    cut.add(param)
-                seen.add(param)
+                first, last = self.owners(number, segment)
+                if segment.param in seen or first != last:
+                    cut.add(segment.param)
+                seen.add(segment.param)
         return frozenset(cut)
 
     def load(self, rank: int, kind: Kind | None = None) -> int:
@@ -339,7 +331,13 @@ def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25
     >>> [(p.param, p.start, p.stop) for p in plan.shards(0)]
     [(1, 0, 5), (0, 0, 3)]
     """
-    check_bucket_mb(bucket_mb)
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
+        raise TypeError(f"bucket_mb must be a number of MiB, got {shown(bucket_mb)}")
+    if not 0 < bucket_mb <= _MOST_MIB:
+        raise ValueError(
+            "bucket_mb must be a positive number of MiB, and no more than any machine has: got "
+            f"{shown(bucket_mb)}"
+        )
     return Plan(world_size, max(1, int(bucket_mb * 2**20))).extended(specs)
 
 

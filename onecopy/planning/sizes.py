@@ -120,17 +120,13 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
     for number, bucket in enumerate(plan.buckets):
         stream, each = plan.streams[bucket.stream], owned_elements(plan, number)[None]
         for segment in plan.segments(number):
-            label, start, stop = (
-                label_of(segment.param),
-                segment.offset,
-                segment.offset + segment.numel,
-            )
+            label, start = label_of(segment.param), segment.offset
             if label not in found:
                 found[label] = [0] * (plan.world_size + 1), [0] * (plan.world_size + 1)
             elements, shards = found[label]
-            first, last = plan.rank_at(number, start), plan.rank_at(number, max(start, stop - 1))
+            first, last = plan.owners(number, segment)
             if first == last:
-                add(elements, first, first, stop - start)
+                add(elements, first, first, segment.numel)
                 add(shards, first, first, 1)
                 continue
             add(elements, first, last, each)
@@ -141,7 +137,7 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
                     add(shards, rank, rank, 0 if each else 1)
             # The first and the last own elements of other parameters, too.
             add(elements, first, first, plan.slot(number, first)[0] - start)
-            add(elements, last, last, stop - plan.slot(number, last)[1])
+            add(elements, last, last, start + segment.numel - plan.slot(number, last)[1])
     return Counts(
         {label: list(accumulate(steps[:-1])) for label, (steps, _) in found.items()},
         {label: list(accumulate(steps[:-1])) for label, (_, steps) in found.items()},
@@ -242,7 +238,7 @@ def packed_elements(
     # In messages: what is too small for one of its own. A rank in whose range no parameter begins
     # owns a single shard, which needs no packing.
     packed = 0
-    for rank in set() if flat else {plan.rank_at(bucket, s.offset) for s in segments}:
+    for rank in set() if flat else {plan.owners(bucket, s)[0] for s in segments}:
         if shared_elements(plan, bucket, (rank,), links, stream.itemsize):
             continue
         shards = [shard for shard in plan.shards_in(bucket, rank) if shard.numel]
