@@ -37,9 +37,8 @@ def policy(
     cls: type[Optimizer] = torch.optim.SGD,
     kind: Kind = Kind.ELEMENTWISE,
     fused: bool = False,
-    differentiable: bool = False,
 ) -> GroupPolicy:
-    return GroupPolicy(cls, kind, fused, differentiable)
+    return GroupPolicy(cls, kind, fused)
 
 
 def registry_of(params: list[torch.Tensor], **policies: Any) -> ParamRegistry:
