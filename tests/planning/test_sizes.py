@@ -74,7 +74,7 @@ class PretendedGroup:
     def __init__(self, rank: int, topology: Topology, native: bool) -> None:
         self.rank, self.world_size, self.user_group = rank, topology.world_size, self
         self._native = native
-        self.monitor = SimpleNamespace(attachments=0, patience=None)
+        self.monitor = SimpleNamespace(status=SimpleNamespace(attachments=0), patience=None)
         pretend_local_ranks(self, topology)
 
     def is_native(self, _: torch.device) -> bool:
