@@ -386,7 +386,8 @@ class StateTemplate:
         for key, value in self.for_shard(dtype, torch.device("cpu")).items():
             tensors = tensors_in(value)
             element = sum(t.element_size() for t in tensors if is_per_element(t))
-            shard = sum(t.nbytes for t in tensors if not is_per_element(t))
+            others = (t for t in tensors if not is_per_element(t))
+            shard = sum(t.numel() * t.element_size() for t in others)
             sizes.append((str(key), element, shard))
         return StateBytes(tuple(sorted(size for size in sizes if any(size[1:]))))
 
