@@ -392,8 +392,10 @@ class Estimate:
             "model": model,
             "bucket_bytes": self.plan.bucket_bytes,
             **self.as_dict(),
-            "ranks": [row._asdict() for row in self.rank_rows()],
-            "parameters": [row._asdict() for row in self.param_rows()],
+            "ranks": [dict(zip(RankRow._fields, row, strict=True)) for row in self.rank_rows()],
+            "parameters": [
+                dict(zip(ParamRow._fields, row, strict=True)) for row in self.param_rows()
+            ],
             "buckets": len(self.plan.buckets),
         }
 

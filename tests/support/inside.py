@@ -22,7 +22,7 @@ import torch
 
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
 from onecopy.checkpoint import load, save
-from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
+from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.comm import agreement, c10d, group, interface, monitor, transfer
 from onecopy.comm.gloo import comm as gloo
 from onecopy.comm.gloo import local_ranks
@@ -286,14 +286,14 @@ def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> CorruptionCheck:
     """Of an optimizer that was built with ``check_every``."""
-    assert isinstance(optimizer._corruption, CorruptionCheck)
+    assert optimizer._corruption.every
     return optimizer._corruption
 
 
 def set_corruption_check(
     optimizer: ZeroRedundancyOptimizer, check: CorruptionCheck | None, every: int
 ) -> None:
-    optimizer._corruption, optimizer._check_every = check or NoCheck(), every
+    optimizer._corruption, optimizer._check_every = check or CorruptionCheck(0), every
     if check is not None:
         check.every = every
 
