@@ -24,8 +24,7 @@ from onecopy.comm.monitor import GroupMonitor, Handle, timeout
 from onecopy.comm.stats import Counters, Traffic
 from onecopy.comm.waiting import (
     ask_store,
-    let_tasks_finish,
-    let_threads_settle,
+    let_threads_finish,
     marking_interruptions,
     never_destroy,
     wait_interruptibly,
@@ -366,7 +365,6 @@ def _await_members(monitor: GroupMonitor) -> None:
 
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.1  # seconds
-_FINISHING = 5.0  # seconds, at most, that an ending process gives what others count on
 
 
 @atexit.register
@@ -374,8 +372,7 @@ def _abandon_groups() -> None:
     """What is under way in them when the process ends may never end."""
     for group in list(_private_groups.values()):
         never_destroy(group)
-    let_tasks_finish(_FINISHING)
-    let_threads_settle()
+    let_threads_finish()
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:
