@@ -367,6 +367,7 @@ def transfer_events(transfers: Sequence[Transfer], pid: int) -> list[dict[str, A
 logger = logging.getLogger("onecopy")
 
 DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
+TRACE_VARIABLES = {DIRECTORY, STEPS}
 _DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
 METADATA = "onecopy"
 

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.comm.agreement import DIGEST_BYTES
 from onecopy.comm.group import Part, RankGroup, bytes_from_tensor, tensor_from_bytes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.uint8]
@@ -174,6 +175,18 @@ def test_bytes_go_everywhere(world: World) -> None:
     everyone = [bytes([rank]) * 3 + b"\0\xff" for rank in range(world.size)]
     assert rank_group.all_gather_bytes(payload) == everyone
     assert rank_group.all_gather_bytes(b"") == [b""] * world.size
+
+
+@distributed(2, 3, 4)
+def test_short_payloads_of_two_lengths_meet_without_ending_a_process(world: World) -> None:
+    """As where one rank looks for those of its host, with 16 bytes, and another one compares what
+    it builds, with 32. The next things that they do together work."""
+    rank_group = RankGroup()
+    for shortest in (0, 1, 8, 16):
+        length = shortest if world.rank else DIGEST_BYTES
+        rank_group.all_gather_bytes(bytes(length))
+        everyone = [bytes([rank]) * DIGEST_BYTES for rank in range(world.size)]
+        assert rank_group.all_gather_bytes(everyone[world.rank]) == everyone
     for source in range(world.size):
         for text in (b"", b"x", bytes(range(256)) * 20):
             mine = text + bytes([world.rank]) if text else b""
