@@ -98,29 +98,20 @@ class RankGroup:
     def broadcast_tensors(self, parts: Sequence[Part]) -> Handle:
         """Every part goes from its owner to all other ranks: in this order, from each owner."""
         works: list[Any] = []
+        group, tag, ranks = self.process_group, self.tag, self.global_ranks
         with self.monitor.naming_absentees():
             for owner, tensor in parts:
                 if owner == self.rank:
                     self.traffic.add(tensor, self.world_size - 1)
-                if tensor.device.type == "cpu" and not self.is_native(tensor.device):
-                    others = ranks_after(self.rank, self.world_size)
-                    works += self.launch_messages(owner, tensor, others)
+                if tensor.device.type != "cpu" or self.is_native(tensor.device):
+                    real = as_real(tensor)
+                    works.append(dist.broadcast(real, ranks[owner], group=group, async_op=True))
+                elif owner == self.rank:
+                    for other in ranks_after(self.rank, self.world_size):
+                        works.append(dist.isend(tensor, ranks[other], group=group, tag=tag))
                 else:
-                    source, real = self.global_ranks[owner], as_real(tensor)
-                    work = dist.broadcast(real, source, group=self.process_group, async_op=True)
-                    works.append(work)
+                    works.append(dist.irecv(tensor, ranks[owner], group=group, tag=tag))
         return Handle(self.monitor, works, parts)
-
-    def launch_messages(
-        self, owner: int, tensor: torch.Tensor, receivers: Sequence[int]
-    ) -> list[Any]:
-        """Receive a tensor from its owner; or send it, if this rank is the owner."""
-        group, tag = self.process_group, self.tag
-        if owner != self.rank:
-            return [dist.irecv(tensor, self.global_ranks[owner], group=group, tag=tag)]
-        return [
-            dist.isend(tensor, self.global_ranks[rank], group=group, tag=tag) for rank in receivers
-        ]
 
     def launch(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Handle:
         """A function of torch.distributed on the private group. The handle holds what it gets."""
