@@ -212,6 +212,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._has_state = False  # of a step or of a load, on any rank
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
+        self._tracing: Tracer | None = None
         self._overlaps_with_ddp = False
         self._join = JoinParticipant(weakref.ref(self), self._rank_group)
 

@@ -448,23 +448,18 @@ class Tracer:
             self._wait()
         profiler.add_metadata_json(METADATA, json.dumps({"rank": self._rank, **self._facts()}))
         profiler.stop()
+        # The whole file or none, with rows for what is under way, which the profiler does not know.
+        draft = self._file.with_name(f"{self._file.stem}.{os.getpid()}.draft.json")
         try:
-            _write(profiler, self._file)
+            profiler.export_chrome_trace(str(draft))
+            trace = json.loads(draft.read_text())
+            transfers = Timeline.of(trace["traceEvents"]).transfers()
+            trace["traceEvents"] += transfer_events(transfers, os.getpid())
+            draft.write_text(json.dumps(trace))
+            draft.replace(self._file)
         except (OSError, RuntimeError) as error:
             logger.warning("the trace %s could not be written: %s", self._file, error)
         else:
             logger.info("trace of rank %d written to %s", self._rank, self._file)
-
-
-def _write(profiler: torch.profiler.profile, file: Path) -> None:
-    """The whole file or none, with rows for what is under way, which the profiler does not know."""
-    draft = file.with_name(f"{file.stem}.{os.getpid()}.draft.json")
-    try:
-        profiler.export_chrome_trace(str(draft))
-        trace = json.loads(draft.read_text())
-        timeline = Timeline.of(trace["traceEvents"])
-        trace["traceEvents"] += transfer_events(timeline.transfers(), os.getpid())
-        draft.write_text(json.dumps(trace))
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+        finally:
+            draft.unlink(missing_ok=True)

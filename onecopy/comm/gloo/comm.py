@@ -61,14 +61,10 @@ class GlooComm(Comm):
         hosts = self.topology.hosts
         relayed = self.topology.relayed_by(group.rank) if self.peers else ()
         summing = sum(len(host) > 1 for host in hosts) - bool(self.peers)
-        self._links = Links(False, True, 1 + len(self.peers), relayed, len(hosts) - 1, summing)
+        self.links = Links(False, True, 1 + len(self.peers), relayed, len(hosts) - 1, summing)
         group.monitor.ended_local_ranks = found.ended
         group.monitor.abandon_shared_memory = found.shared.clear
         weakref.finalize(self, found.release_unused)
-
-    @property
-    def links(self) -> Links:
-        return self._links
 
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
         if not self.peers or not numel:
