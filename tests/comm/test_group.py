@@ -160,11 +160,12 @@ def test_minimum_and_maximum_of_any_integers(world: World) -> None:
     ]
     mine = torch.tensor([column[world.rank] for column in columns])
     kept = mine.clone()
-    lowest, highest = rank_group.minimum_and_maximum(mine)
+    lowest, highest = rank_group.extremes(mine, mine)
     assert lowest.tolist() == [min(column[: world.size]) for column in columns]
     assert highest.tolist() == [max(column[: world.size]) for column in columns]
     assert torch.equal(mine, kept)
-    empty = rank_group.minimum_and_maximum(torch.empty(0, dtype=torch.int64))
+    nothing = torch.empty(0, dtype=torch.int64)
+    empty = rank_group.extremes(nothing, nothing)
     assert [part.numel() for part in empty] == [0, 0]
 
 
