@@ -62,7 +62,7 @@ from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.checks.replica_check import compare_gradients, require_equal_replicas
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.stats import CommStats, Tracer
+from onecopy.comm.stats import TRACE_VARIABLES, CommStats, Tracer
 from onecopy.gradients.attachment import Attachment, broadcast_module, require_attachable
 from onecopy.gradients.join import (
     JoinParticipant,
@@ -211,6 +211,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._has_state = False  # of a step or of a load, on any rank
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
+        self._tracing: Tracer | None = None
         self._overlaps_with_ddp = False
         self._join = JoinParticipant(weakref.ref(self), self._rank_group)
 
@@ -220,7 +221,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             settings.validate(os.environ)
             self._overlaps_with_ddp = bool(overlap_with_ddp)
             self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
-            self._tracing = Tracer.from_environment(os.environ)
+            if TRACE_VARIABLES & os.environ.keys():
+                self._tracing = Tracer.from_environment(os.environ)
             Joinable.__init__(self)
             Optimizer.__init__(self, groups, {})
             self._inner = InnerOptimizers(optimizer_class, defaults, master_dtype)

@@ -364,7 +364,7 @@ def uninitialized(view: StateView, shards: Sequence[StateShard], rank_group: Ran
     for of_owned in by_owned(shards).values():
         index = of_owned[0].param
         mine[index] = min(int(mine[index]), _existed(of_owned, view.template(index)))
-    least, _ = rank_group.minimum_and_maximum(mine)
+    least, _ = rank_group.extremes(mine, mine)
     entries = list(zip(view.names, view.registry.entries, least.tolist(), strict=True))
     begun = {entry.group for _, entry, answer in entries if answer == _Existed.YES}
     return {

@@ -12,9 +12,9 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from onecopy.comm.waiting import ask_store, is_interruption, is_silent
 from onecopy.planning.text import name_ranks
@@ -28,12 +28,10 @@ ADVICE = "Every rank must do the same here."
 class Channel(Protocol):
     """Collectives of small messages."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def whose(self) -> str: ...  # names the optimizer, if a process group has several
+    rank: int
+    world_size: int
+    whose: str  # names the optimizer, if a process group has several
+
     def all_gather_bytes(self, payload: bytes) -> list[bytes]: ...  # of one length on all ranks
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes: ...
 
@@ -54,15 +52,6 @@ class RanksDisagree(ValueError):
         return self.message
 
 
-@overload
-def same_outcome(channel: Channel, doing: str, work: Callable[[], Sequence[str]]) -> None: ...
-@overload
-def same_outcome(
-    channel: StoreChannel,
-    doing: str,
-    work: Callable[[], Any],
-    decide: Callable[[list[Any]], Any],
-) -> Any: ...
 def same_outcome(channel: Any, doing: str, work: Callable[[], Any], decide: Any = None) -> Any:
     """Run ``work`` on every rank; every rank returns the same, or every rank raises.
 
@@ -74,35 +63,30 @@ def same_outcome(channel: Any, doing: str, work: Callable[[], Any], decide: Any 
     if decide is None:
         value, error = _tried(work)
         if error is None:
-            lines = ["prepared without an error", *value]
+            lines = [f"{doing}{channel.whose}", "prepared without an error", *value]
         else:
-            lines = [f"raised {_builtin_class(error).__name__}: {error}"]
-        try:
-            _require_equal(channel, doing, lines)
-        except RanksDisagree as disagreement:
-            if error is None:
-                raise _in_the_class_raised(disagreement) from None
+            lines = [f"{doing}{channel.whose}", f"raised {_builtin_class(error).__name__}: {error}"]
+        mine = [_as_text(line) for line in lines]
+        digests = channel.all_gather_bytes(hashlib.sha256("\n".join(mine).encode()).digest())
+        disagreement = difference(channel, mine) if len(set(digests)) > 1 else None
         if error is not None:
             raise error
+        if disagreement is not None:
+            raise _in_the_class_raised(disagreement)
         return None
     with channel.signs_of_life():
         value, error = _tried(work)
         try:
-            reports = channel.gather(json.dumps([value, _described(error)]))
+            reports = channel.gather(_as_json(value, error))
         except StoreLost:
             raise
         except RuntimeError as silence:  # rank 0 gives a rank up, and tells the others
             if channel.rank == 0 and not is_interruption(silence):
-                channel.answer(json.dumps([None, _described(silence)]))
+                channel.answer(_as_json(None, silence))
             raise
         decision = None
         if reports is not None:
-            results, errors = zip(*map(json.loads, reports), strict=True)
-            if any(errors):
-                decision = json.dumps([None, _together(errors, doing)])
-            else:
-                decided, error = _tried(lambda: decide(list(results)))
-                decision = json.dumps([decided, _described(error)])
+            decision = _as_json(*_tried(lambda: decide(_results(reports, doing))))
         decided, failure = json.loads(channel.answer(decision))
     if failure is not None:
         name, message = failure
@@ -134,27 +118,30 @@ def _builtin_class(error: Exception) -> type:
     return next((cls for cls in type(error).__mro__ if cls in known), type(error))
 
 
-def _described(error: Exception | None) -> list[str] | None:
-    """The class that is raised on all ranks, and the message."""
+def _as_json(value: Any, error: Exception | None) -> str:
+    """A result; or the class that is raised on all ranks in its place, and the message."""
     if error is None:
-        return None
+        return json.dumps([value, None])
     name = _builtin_class(error).__name__
     if name in _BUILTIN_CLASSES and name != "KeyError":  # which would show the repr of a message
-        return [name, str(error)]
-    return ["RuntimeError", f"{type(error).__name__}: {error}"]
+        return json.dumps([None, [name, str(error)]])
+    return json.dumps([None, ["RuntimeError", f"{type(error).__name__}: {error}"]])
 
 
-def _together(errors: Sequence[list[str] | None], doing: str) -> list[str]:
-    """One error for the errors of the ranks."""
+def _results(reports: Sequence[str], doing: str) -> list[Any]:
+    """The results of all ranks, or one error for the errors of the ranks."""
+    results, errors = zip(*map(json.loads, reports), strict=True)
     ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, described in enumerate(errors):
-        if described is not None:
-            ranks_of.setdefault((described[0], described[1]), []).append(rank)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            ranks_of.setdefault((error[0], error[1]), []).append(rank)
+    if not ranks_of:
+        return list(results)
     (name, message), ranks = next(iter(ranks_of.items()))
-    if len(ranks) == len(errors):
-        return [name, message]
-    lines = [f"{name_ranks(ranks)}: {text}" for (_, text), ranks in ranks_of.items()]
-    return [name, f"{doing} failed. " + "\n".join(lines)]
+    if len(ranks) < len(errors):
+        lines = [f"{name_ranks(ranks)}: {text}" for (_, text), ranks in ranks_of.items()]
+        message = f"{doing} failed. " + "\n".join(lines)
+    raise _BUILTIN_CLASSES[name](message)
 
 
 def _in_the_class_raised(disagreement: RanksDisagree) -> RanksDisagree:
@@ -170,13 +157,6 @@ def _in_the_class_raised(disagreement: RanksDisagree) -> RanksDisagree:
 
 
 # ------------------------------------------------------------------ comparing lines
-
-
-def _require_equal(channel: Channel, doing: str, lines: Sequence[str]) -> None:
-    mine = [_as_text(line) for line in (f"{doing}{channel.whose}", *lines)]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    if len(set(channel.all_gather_bytes(digest))) > 1:
-        raise difference(channel, mine)
 
 
 def difference(channel: Channel, mine: Sequence[str], advice: str = ADVICE) -> RanksDisagree:
@@ -249,24 +229,18 @@ class StoreChannel:
     explain_loss: Callable[[], str] | None = None  # what to raise if the store is lost
     is_decided: bool = False  # rank 0 has answered
     _beats: int = 0
-    _last_beat: float = field(default_factory=time.monotonic)
     _pulse: threading.Thread | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def beat(self) -> None:
-        """A sign of life. Cheap: call it often. ``set`` does not wait for an answer, so a store
-        that is stopped does not hold this up."""
-        now = time.monotonic()
-        if self.world_size > 1 and now - self._last_beat > _BEAT_SECONDS:
-            self._last_beat = now
-            self._beats += 1
-            self.store.set(self._key("beat", self.rank), str(self._beats))
+        """The main thread goes on. Cheap: call it often."""
+        self._beats += 1
 
     @contextlib.contextmanager
     def signs_of_life(self) -> Iterator[None]:
-        """Around a round. A thread counts in the store for as long as the process lives."""
+        """Around a round: a thread tells others that the process lives, and what beats it had."""
         if self.world_size > 1:
-            self._pulse = threading.Thread(target=self._count, name="onecopy-pulse", daemon=True)
+            self._pulse = threading.Thread(target=self._tell, name="onecopy-pulse", daemon=True)
             self._pulse.start()
         try:
             yield
@@ -277,13 +251,13 @@ class StoreChannel:
         finally:
             self._end_pulse()
 
-    def _count(self) -> None:
+    def _tell(self) -> None:
         number = 0
         # A store that is gone is found by whoever waits for something in it.
         with contextlib.suppress(RuntimeError):
             while not self._is_over.wait(_BEAT_SECONDS):
                 number += 1
-                self.store.set(self._key("pulse", self.rank), str(number))
+                self.store.set(self._key("life", self.rank), f"{number} {self._beats}")
 
     def _end_pulse(self) -> None:
         self._is_over.set()
@@ -294,11 +268,11 @@ class StoreChannel:
     def gather(self, text: str) -> list[str] | None:
         """Rank 0 gets the texts of all ranks, in order; the others get None and go on."""
         if self.rank != 0:
-            self._ask(self.store.set, self._key("report", self.rank), text)
+            self._ask(lambda: self.store.set(self._key("report", self.rank), text))
             return None
         keys = {rank: self._key("report", rank) for rank in range(1, self.world_size)}
         self._wait_for(keys)
-        return [text, *(self._ask(self._take, key) for key in keys.values())]
+        return [text, *self._ask(lambda: [self.store.get(key).decode() for key in keys.values()])]
 
     def answer(self, text: str | None) -> str:
         """The text that rank 0 passes, on all ranks."""
@@ -307,9 +281,9 @@ class StoreChannel:
             self._wait_for({0: key})
         self._end_pulse()  # before the answer: its key must not come back after it was deleted
         if self.rank != 0:
-            text = self._ask(self._take_answer, key)
+            text = self._ask(lambda: self._take_answer(key))
         elif self.world_size > 1:
-            self._ask(self.store.set, key, text)
+            self._ask(lambda: self.store.set(key, text))
         self.is_decided = True
         assert text is not None
         return text
@@ -321,66 +295,61 @@ class StoreChannel:
             self.store.delete_key(key)
             self.store.delete_key(self._key("read", 0))
             for rank in range(self.world_size):
-                self.store.delete_key(self._key("beat", rank))
-                self.store.delete_key(self._key("pulse", rank))
+                self.store.delete_key(self._key("report", rank))
+                self.store.delete_key(self._key("life", rank))
         return found
 
     def _wait_for(self, keys: dict[int, str]) -> None:
         """Until each of these ranks has written its key."""
-        seen: dict[str, tuple[str, float]] = {}
-        start = next_look = time.monotonic()
-        while True:
-            keys = self._ask(self._missing, keys)
-            if not keys:
-                return
+        seen: dict[tuple[int, int], tuple[str, float]] = {}  # signs of life, and since when
+        start = next_check = time.monotonic()
+        while keys and not self._ask(lambda: self.store.check([*keys.values()])):
             now = time.monotonic()
-            if now >= next_look:
-                self._ask(self._look, keys, seen)
+            if now >= next_check:
                 self._require_signs_of_life(keys, seen)
-                next_look = now + _BEAT_SECONDS
+                next_check = now + _BEAT_SECONDS
             self.beat()
             time.sleep(min(max(_SHORTEST_NAP, _NAP_SHARE * (now - start)), _LONGEST_NAP))
 
-    def _missing(self, keys: dict[int, str]) -> dict[int, str]:
-        return {rank: key for rank, key in keys.items() if not self.store.check([key])}
-
-    def _look(self, ranks: Iterable[int], seen: dict[str, tuple[str, float]]) -> None:
-        """Note each sign of life of these ranks, and since when it has been what it is."""
-        for key in [self._key(kind, rank) for kind in self._limits for rank in ranks]:
-            value = self.store.get(key).decode() if self.store.check([key]) else ""
-            if key not in seen or seen[key][0] != value:
-                seen[key] = (value, time.monotonic())
-
-    @property
-    def _limits(self) -> dict[str, float]:
-        return {"beat": self.patience, "pulse": min(self.patience, _DEAD_SECONDS)}
-
     def _require_signs_of_life(
-        self, ranks: Iterable[int], seen: dict[str, tuple[str, float]]
+        self, keys: dict[int, str], seen: dict[tuple[int, int], tuple[str, float]]
     ) -> None:
+        """Of the ranks that have not written their keys. What changes is a sign."""
+
+        def read(rank: int) -> str:
+            key = self._key("life", rank)
+            return self.store.get(key).decode() if self.store.check([key]) else "0 0"
+
+        lives: dict[int, str] = self._ask(
+            lambda: {rank: read(rank) for rank, key in keys.items() if not self.store.check([key])}
+        )
         now = time.monotonic()
-        for kind, limit in self._limits.items():
-            silent = [rank for rank in ranks if now - seen[self._key(kind, rank)][1] > limit]
+        for part, limit in enumerate((self._dead_seconds, self.patience)):
+            silent = []
+            for rank, life in lives.items():
+                sign = life.split()[part]
+                if seen.setdefault((rank, part), (sign, now))[0] != sign:
+                    seen[rank, part] = (sign, now)
+                if now - seen[rank, part][1] > limit:
+                    silent.append(rank)
             if silent:
-                who = name_ranks(silent)
                 raise RuntimeError(
-                    f"no sign of life from {who} for {limit:.0f} s while {self.doing}"
+                    f"no sign of life from {name_ranks(silent)} for {limit:.0f} s while "
+                    f"{self.doing}"
                 )
 
-    def _ask(self, question: Callable[..., Any], *about: Any) -> Any:
+    @property
+    def _dead_seconds(self) -> float:
+        return min(self.patience, _DEAD_SECONDS)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
         """Ask the store, which may be gone."""
         try:
-            patience = max(self._limits["pulse"], _ANSWER_SECONDS)
-            return ask_store(self.store, lambda: question(*about), patience)
+            return ask_store(self.store, question, max(self._dead_seconds, _ANSWER_SECONDS))
         except RuntimeError as error:
             if is_interruption(error):
                 raise
             raise StoreLost(f"{self.doing}: {error}") from error
-
-    def _take(self, key: str) -> str:
-        text: str = self.store.get(key).decode()
-        self.store.delete_key(key)
-        return text
 
     def _key(self, kind: str, rank: int) -> str:
         return f"onecopy/{self.token}/{kind}/{rank}"

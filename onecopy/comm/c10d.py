@@ -8,6 +8,7 @@ not in the right dtype, is exchanged in one all-to-all, and each owner adds up w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,60 +38,49 @@ class C10dComm(Comm):
 
     def __init__(self, group: RankGroup, is_native: bool) -> None:
         """``is_native``: all_gather and reduce_scatter of the backend are used, too."""
-        self.group = group
-        self.links = Links(is_native)
+        self.group, self.links = group, Links(is_native)
 
     def release_unused(self) -> None:
         """Nothing is kept besides the buffers."""
-
-    def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
-        return Buffer.allocate(numel, like)
 
     def all_gather(self, params: BucketParams, staging: GatherBuffers) -> Collective:
         packed = staging.packed
         if params.layout.kind is Kind.WHOLE or not self.links.native:
             return self._broadcasts(params, packed)
-        if params.layout.has_equal_slots:
-            return self._equal_slots(params, packed)
-        return self._padded_slots(params, packed)
+        if packed is not None:
+            return self._staged_slots(params, packed)
+        assert params.one_run is not None
+        return self._gathering(params.one_run, (), CopyList(), CopyList())
 
-    def _equal_slots(self, params: BucketParams, packed: Buffer | None) -> Collective:
-        """In place, or through one staged copy."""
-        if packed is None:
-            assert params.one_run is not None
-            return self._gathering(params.one_run)
+    def _staged_slots(self, params: BucketParams, packed: Buffer) -> Collective:
+        """Through one staged copy; unequal slots are padded to the longest."""
+        layout, rank, world = params.layout, self.group.rank, self.group.world_size
         copy_in, copy_out = CopyList(), CopyList()
-        staging = packed.tensor[: params.layout.numel]
-        for shard in params.shards(self.group.rank):
-            copy_in.add(staging.narrow(0, shard.offset, shard.numel), params.view(shard))
-        for segment in params.layout.segments():
-            numel = segment.stop - segment.start
-            copy_out.add(params.view(segment), staging.narrow(0, segment.offset, numel))
-        return self._gathering(staging, [packed], copy_in, copy_out)
-
-    def _padded_slots(self, params: BucketParams, packed: Buffer | None) -> Collective:
-        """Slots padded to the longest."""
-        assert packed is not None
-        world = self.group.world_size
-        slots = [params.layout.range(rank) for rank in range(world)]
-        longest = max(stop - start for start, stop in slots)
-        copy_in, copy_out = CopyList(), CopyList()
-        for owner, (start, _) in enumerate(slots):
+        if layout.plan.has_equal_slots(layout.index):
+            numel, owners = layout.numel // world, [rank]
+            for segment in layout.segments():  # those of several slots are copied out at once
+                length = segment.stop - segment.start
+                staged = packed.tensor.narrow(0, segment.offset, length)
+                copy_out.add(params.view(segment), staged)
+        else:
+            slots = map(layout.range, range(world))
+            numel, owners = max(stop - start for start, stop in slots), [*range(world)]
+        for owner in owners:
             for shard in params.shards(owner):
-                place = owner * longest + shard.offset - start
+                place = owner * numel + shard.offset - layout.range(owner)[0]
                 staged = packed.tensor.narrow(0, place, shard.numel)
-                if owner == self.group.rank:
+                if owner == rank:
                     copy_in.add(staged, params.view(shard))
                 else:
                     copy_out.add(params.view(shard), staged)
-        return self._gathering(packed.tensor[: longest * world], [packed], copy_in, copy_out)
+        return self._gathering(packed.tensor[: numel * world], [packed], copy_in, copy_out)
 
     def _gathering(
         self,
         slots: torch.Tensor,
-        buffers: Sequence[Buffer] = (),
-        copy_in: CopyList | None = None,
-        copy_out: CopyList | None = None,
+        buffers: Sequence[Buffer],
+        copy_in: CopyList,
+        copy_out: CopyList,
     ) -> Collective:
         group = self.group
         numel = slots.numel() // group.world_size
@@ -98,11 +88,9 @@ class C10dComm(Comm):
 
         def launch() -> Handle:
             group.traffic.add(mine, group.world_size - 1)
-            with group.monitor.naming_absentees():
-                work = _all_gather_single(slots, mine, group=group.process_group, async_op=True)
-            return Handle(group.monitor, [work], [slots])
+            return group.launch(_all_gather_single, slots, mine, async_op=True)
 
-        return _Operation(buffers, copy_in, launch, copy_out)
+        return _Operation(buffers, launch, copy_in, copy_out)
 
     def _broadcasts(self, params: BucketParams, packed: Buffer | None) -> Collective:
         """Large views in place, small ones packed by owner."""
@@ -121,14 +109,10 @@ class C10dComm(Comm):
                         copy_out.unpack(tensor, message)
                 parts.append(Part(owner, tensor))
         buffers = () if packed is None else (packed,)
-        return _Operation(buffers, copy_in, lambda: self.group.broadcast_tensors(parts), copy_out)
+        return _Operation(buffers, lambda: self.group.broadcast_tensors(parts), copy_in, copy_out)
 
     def reduce_scatter(
-        self,
-        layout: BucketLayout,
-        staging: ReduceBuffers,
-        slot: GradientSlot,
-        tag: int,
+        self, layout: BucketLayout, staging: ReduceBuffers, slot: GradientSlot, tag: int
     ) -> Collective:
         del tag  # collectives are matched in the order in which they are launched
         send, receive, _ = staging
@@ -144,7 +128,7 @@ class C10dComm(Comm):
             incoming = receive.tensor[: numel * world]
             launch = self._exchanging(layout, outgoing, incoming)
             contributions = list(incoming.view(world, numel)) if numel else []
-        return _Operation((send, receive), None, launch, None, slot, contributions)
+        return _Operation((send, receive), launch, slot=slot, contributions=contributions)
 
     def _reducing(self, outgoing: torch.Tensor, mine: torch.Tensor) -> Callable[[], Handle]:
         """``outgoing`` is equal slots; ``mine`` becomes the sum of this rank's over all ranks."""
@@ -152,10 +136,8 @@ class C10dComm(Comm):
 
         def launch() -> Handle:
             group.traffic.add(mine, group.world_size - 1)
-            with group.monitor.naming_absentees():
-                tensors = as_real(mine), as_real(outgoing)
-                work = _reduce_scatter_single(*tensors, group=group.process_group, async_op=True)
-            return Handle(group.monitor, [work], [outgoing, mine])
+            tensors = as_real(mine), as_real(outgoing)
+            return group.launch(_reduce_scatter_single, *tensors, async_op=True)
 
         return launch
 
@@ -169,52 +151,40 @@ class C10dComm(Comm):
         group, world = self.group, self.group.world_size
         sizes = [stop - start for start, stop in map(layout.range, range(world))]
         parts = [layout.part(outgoing, rank) for rank in range(world) if rank != group.rank]
-        outgoing = outgoing[: sum(sizes)]
-        splits = [sizes[group.rank]] * world, sizes
+        tensors = incoming, outgoing[: sum(sizes)], [sizes[group.rank]] * world, sizes
 
         def launch() -> Handle:
             for part in parts:
                 group.traffic.add(part)
-            with group.monitor.naming_absentees():
-                work = dist.all_to_all_single(
-                    incoming, outgoing, *splits, group=group.process_group, async_op=True
-                )
-            return Handle(group.monitor, [work], [outgoing, incoming])
+            return group.launch(dist.all_to_all_single, *tensors, async_op=True)
 
         return launch
 
 
+@dataclass(eq=False)
 class _Operation(Collective):
     """Copies, one launch, copies; or contributions that are added up."""
 
-    def __init__(
-        self,
-        buffers: Sequence[Buffer],
-        copy_in: CopyList | None,
-        launch: Callable[[], Handle],
-        copy_out: CopyList | None,
-        slot: GradientSlot | None = None,
-        contributions: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self.buffers = buffers
-        self._copy_in, self._launch, self._copy_out = copy_in, launch, copy_out
-        self._slot, self._contributions = slot, contributions
-        self._handle: Handle | None = None
+    buffers: Sequence[Buffer]
+    launch: Callable[[], Handle]
+    copy_in: CopyList = field(default_factory=CopyList)
+    copy_out: CopyList = field(default_factory=CopyList)
+    slot: GradientSlot | None = None
+    contributions: Sequence[torch.Tensor] = ()
+    handle: Handle | None = None
 
     def start(self) -> None:
-        if self._copy_in is not None:
-            self._copy_in.run()
-        self._handle = self._launch()
+        self.copy_in.run()
+        self.handle = self.launch()
 
     def wait(self) -> None:
-        assert self._handle is not None
-        self._handle.wait()
+        assert self.handle is not None
+        self.handle.wait()
 
     def complete(self) -> None:
-        if self._copy_out is not None:
-            self._copy_out.run()
-        if self._slot is not None:
-            self._slot.add(self._contributions)
+        self.copy_out.run()
+        if self.slot is not None:
+            self.slot.add(self.contributions)
 
     def discard(self) -> None:
         """The memory is this rank's own."""

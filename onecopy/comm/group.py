@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.agreement import same_outcome
+from onecopy.comm.agreement import DIGEST_BYTES, same_outcome
 from onecopy.comm.monitor import GroupMonitor, Handle, timeout
 from onecopy.comm.stats import Counters, Traffic
 from onecopy.comm.waiting import (
     ask_store,
-    let_tasks_finish,
-    let_threads_settle,
+    let_threads_finish,
     marking_interruptions,
     never_destroy,
     wait_interruptibly,
@@ -69,7 +68,10 @@ class RankGroup:
             self.process_group = private_group(self.monitor, self._greatest_of_user_group)
         self.monitor.group = self.process_group
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
-        self._is_native_everywhere = self._agree_on_c10d()
+        # Before all others: ranks with another ONECOPY_COMM wait in other collectives.
+        chosen = f"ONECOPY_COMM={os.environ.get('ONECOPY_COMM') or 'auto'}"
+        same_outcome(self, "building the optimizer", lambda: [chosen])
+        self._is_native_everywhere = forces_c10d(os.environ)
         if self._is_native_everywhere and self._backends.get(self.control_device.type) == "gloo":
             _gathering_by_gloo.add(self.user_group)
 
@@ -82,14 +84,6 @@ class RankGroup:
         else:
             work.wait()
         return int(number)
-
-    def _agree_on_c10d(self) -> bool:
-        """Whether ONECOPY_COMM forces native collectives: the same on all ranks, which would wait
-        for each other in different collectives otherwise. So this comes before all others."""
-        asked = os.environ.get("ONECOPY_COMM", "")
-        chosen = f"ONECOPY_COMM={asked or 'auto'}"
-        same_outcome(self, "building the optimizer", lambda: [chosen])
-        return forces_c10d(os.environ)
 
     def is_native(self, device: torch.device) -> bool:
         """Whether tensors on this device travel in collectives of the backend.
@@ -104,29 +98,26 @@ class RankGroup:
     def broadcast_tensors(self, parts: Sequence[Part]) -> Handle:
         """Every part goes from its owner to all other ranks: in this order, from each owner."""
         works: list[Any] = []
+        group, tag, ranks = self.process_group, self.tag, self.global_ranks
         with self.monitor.naming_absentees():
             for owner, tensor in parts:
                 if owner == self.rank:
                     self.traffic.add(tensor, self.world_size - 1)
-                if tensor.device.type == "cpu" and not self.is_native(tensor.device):
-                    others = ranks_after(self.rank, self.world_size)
-                    works += self.launch_messages(owner, tensor, others)
+                if tensor.device.type != "cpu" or self.is_native(tensor.device):
+                    real = as_real(tensor)
+                    works.append(dist.broadcast(real, ranks[owner], group=group, async_op=True))
+                elif owner == self.rank:
+                    for other in ranks_after(self.rank, self.world_size):
+                        works.append(dist.isend(tensor, ranks[other], group=group, tag=tag))
                 else:
-                    source, real = self.global_ranks[owner], as_real(tensor)
-                    work = dist.broadcast(real, source, group=self.process_group, async_op=True)
-                    works.append(work)
+                    works.append(dist.irecv(tensor, ranks[owner], group=group, tag=tag))
         return Handle(self.monitor, works, parts)
 
-    def launch_messages(
-        self, owner: int, tensor: torch.Tensor, receivers: Sequence[int]
-    ) -> list[Any]:
-        """Receive a tensor from its owner; or send it, if this rank is the owner."""
-        group, tag = self.process_group, self.tag
-        if owner != self.rank:
-            return [dist.irecv(tensor, self.global_ranks[owner], group=group, tag=tag)]
-        return [
-            dist.isend(tensor, self.global_ranks[rank], group=group, tag=tag) for rank in receivers
-        ]
+    def launch(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Handle:
+        """A function of torch.distributed on the private group. The handle holds what it gets."""
+        with self.monitor.naming_absentees():
+            work = collective(*args, group=self.process_group, **options)
+        return Handle(self.monitor, [work], args)
 
     def nothing(self) -> Handle:
         """Communication that is over."""
@@ -144,66 +135,47 @@ class RankGroup:
         if self.world_size == 1:
             return self.nothing()
         self.traffic.add(values)
-        with self.monitor.naming_absentees():
-            work = dist.all_reduce(values, operation, group=self.process_group, async_op=True)
-        return Handle(self.monitor, [work], [values])
+        return self.launch(dist.all_reduce, values, operation, async_op=True)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle:
         self.traffic.add(tensor)
-        with self.monitor.naming_absentees():
-            work = dist.isend(tensor, self.global_ranks[to], group=self.process_group, tag=tag)
-        return Handle(self.monitor, [work], [tensor])
+        return self.launch(dist.isend, tensor, self.global_ranks[to], tag=tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle:
-        with self.monitor.naming_absentees():
-            work = dist.irecv(tensor, self.global_ranks[source], group=self.process_group, tag=tag)
-        return Handle(self.monitor, [work], [tensor])
+        return self.launch(dist.irecv, tensor, self.global_ranks[source], tag=tag)
 
     # ------------------------------------------------------------------ small things
-
-    def minimum_and_maximum(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elementwise over the ranks."""
-        return self.extremes(values, values)
 
     def extremes(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least of one and the greatest of the other, elementwise over the ranks."""
         # ~x reverses the order of integers: one all-reduce
         both = torch.stack([low, ~high]).to(self.control_device)
-        with self.monitor.naming_absentees():
-            work = dist.all_reduce(both, dist.ReduceOp.MIN, group=self.process_group, async_op=True)
-        self.monitor.wait_for([work])
+        self.launch(dist.all_reduce, both, dist.ReduceOp.MIN, async_op=True).wait()
         return both[0].cpu(), (~both[1]).cpu()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Equally long payloads of all ranks, by rank."""
-        if self.user_group in _gathering_by_gloo:
-            # Why: gloo ends a process in which all-gathers of two lengths meet. A barrier meets
-            # nothing but a barrier.
-            with self.monitor.naming_absentees():
-                work = dist.barrier(self.process_group, async_op=True)
-            self.monitor.wait_for([work])
-        mine = tensor_from_bytes(payload).to(self.control_device)
+        """Equally long payloads of all ranks, by rank.
+
+        Short ones travel in messages of ``DIGEST_BYTES``: gloo ends a process in which all-gathers
+        of two lengths meet, and the first message of anything may meet that of anything else.
+        """
+        if self.user_group in _gathering_by_gloo:  # buckets are all-gathered, too
+            self.launch(dist.barrier, async_op=True).wait()  # it meets nothing but a barrier
+        mine = tensor_from_bytes(payload.ljust(DIGEST_BYTES, b"\0")).to(self.control_device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.monitor.naming_absentees():
-            work = dist.all_gather(everyone, mine, group=self.process_group, async_op=True)
-        self.monitor.wait_for([work])
-        return [bytes_from_tensor(theirs) for theirs in everyone]
+        self.launch(dist.all_gather, everyone, mine, async_op=True).wait()
+        return [bytes_from_tensor(theirs)[: len(payload)] for theirs in everyone]
 
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
         """The payload of ``source``, which alone passes one, on all ranks."""
         length = torch.tensor([len(payload or b"")], device=self.control_device)
         root = self.global_ranks[source]
-        self._broadcast(length, root)
+        self.launch(dist.broadcast, length, root, async_op=True).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.control_device)
         if payload is not None:
             data.copy_(tensor_from_bytes(payload))
-        self._broadcast(data, root)
+        self.launch(dist.broadcast, data, root, async_op=True).wait()
         return bytes_from_tensor(data)
-
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        with self.monitor.naming_absentees():
-            work = dist.broadcast(tensor, root, group=self.process_group, async_op=True)
-        self.monitor.wait_for([work])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
         return self
@@ -238,12 +210,9 @@ def average_as_ddp(buffer: torch.Tensor, group: Any) -> torch.futures.Future[tor
     """The average over a group of the user's, in place, as DDP itself computes it."""
     buffer.mul_(1 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    future: torch.futures.Future[torch.Tensor]
+    future = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-def _first(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return done.value()[0]
 
 
 def ranks_after(rank: int, world_size: int) -> list[int]:
@@ -366,7 +335,6 @@ def _await_members(monitor: GroupMonitor) -> None:
 
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.1  # seconds
-_FINISHING = 5.0  # seconds, at most, that an ending process gives what others count on
 
 
 @atexit.register
@@ -374,8 +342,7 @@ def _abandon_groups() -> None:
     """What is under way in them when the process ends may never end."""
     for group in list(_private_groups.values()):
         never_destroy(group)
-    let_tasks_finish(_FINISHING)
-    let_threads_settle()
+    let_threads_finish()
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:

@@ -41,29 +41,25 @@ class CopyList:
         self.targets.append(target)
         self.sources.append(source)
 
-    def pack(self, views: Iterable[torch.Tensor], run: torch.Tensor) -> None:
+    def pack(self, views: Sequence[torch.Tensor], run: torch.Tensor) -> None:
         """Copy views into a run of memory, one after the other."""
-        for view, place in places_of(views, run):
-            self.add(place, view)
+        self.targets += _places(views, run)
+        self.sources += views
 
-    def unpack(self, run: torch.Tensor, views: Iterable[torch.Tensor]) -> None:
+    def unpack(self, run: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         """The inverse of ``pack``."""
-        for view, place in places_of(views, run):
-            self.add(view, place)
+        self.targets += views
+        self.sources += _places(views, run)
 
     def run(self) -> None:
         if self.targets:
             foreach_copy_(self.targets, self.sources)
 
 
-def places_of(
-    views: Iterable[torch.Tensor], run: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each view, and the part of the run that it fills."""
-    start = 0
-    for view in views:
-        yield view, run[start : start + view.numel()].view(view.shape)
-        start += view.numel()
+def _places(views: Sequence[torch.Tensor], run: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The part of the run that each view fills."""
+    for part, view in zip(torch.split(run, [view.numel() for view in views]), views, strict=True):
+        yield part.view(view.shape)
 
 
 def total_numel(tensors: Iterable[torch.Tensor]) -> int:
@@ -79,18 +75,9 @@ class BucketLayout:
 
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
-
-    @property
-    def numel(self) -> int:
-        return self.plan.buckets[self.index].numel
-
-    @property
-    def kind(self) -> Kind:
-        return self.plan.streams[self.plan.buckets[self.index].stream].kind
-
-    @property
-    def has_equal_slots(self) -> bool:
-        return self.plan.has_equal_slots(self.index)
+        self.numel = plan.buckets[index].numel
+        self._stream = plan.streams[plan.buckets[index].stream]
+        self.kind = self._stream.kind
 
     @functools.cached_property
     def _owned(self) -> dict[int, tuple[int, int, int]]:
@@ -114,8 +101,7 @@ class BucketLayout:
 
     def segments(self) -> Iterator[Segment]:
         """The parameters in the bucket that have elements, at their places in the layout."""
-        stream = self.plan.streams[self.plan.buckets[self.index].stream]
-        owner_of = dict(zip(stream.params, stream.owners, strict=False))
+        owner_of = dict(zip(self._stream.params, self._stream.owners, strict=False))
         for segment in self.plan.segments(self.index):
             if segment.start < segment.stop:
                 owner = owner_of.get(segment.param)  # of a whole tensor
@@ -218,7 +204,7 @@ class ReduceBuffers(NamedTuple):
 class Collective(ABC):
     """A prepared operation on one bucket: start, wait, complete, again and again."""
 
-    buffers: Sequence[Buffer] = ()
+    buffers: Sequence[Buffer]
 
     @abstractmethod
     def start(self) -> None:
@@ -280,20 +266,16 @@ class Comm(ABC):
     # readers goes on.
     spare_buffers = 0
 
-    @abstractmethod
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
         """A buffer that other ranks may read, if they can."""
+        return Buffer.allocate(numel, like)
 
     @abstractmethod
     def all_gather(self, params: BucketParams, staging: GatherBuffers) -> Collective: ...
 
     @abstractmethod
     def reduce_scatter(
-        self,
-        layout: BucketLayout,
-        staging: ReduceBuffers,
-        slot: GradientSlot,
-        tag: int,
+        self, layout: BucketLayout, staging: ReduceBuffers, slot: GradientSlot, tag: int
     ) -> Collective:
         """``tag`` tells its messages from those of other reduce-scatters."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import time
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,36 +67,39 @@ class _Totals:
     """One phase of one bucket, summed over all steps."""
 
     times: int = 0
-    sent: Traffic = field(default_factory=Traffic)
+    messages: int = 0
+    bytes: int = 0
     launching: float = 0.0  # seconds: packing included
     waiting: float = 0.0  # unpacking included
     under_way: float = 0.0  # from launch until somebody had waited
     launched_at: float = 0.0  # the last time
 
 
+@dataclass(slots=True)
 class Counters:
     """Bytes and time of every phase of every bucket of a rank."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-        self._totals: defaultdict[tuple[Phase, int], _Totals] = defaultdict(_Totals)
+    traffic: Traffic
+    totals: defaultdict[tuple[Phase, int], _Totals] = field(
+        default_factory=functools.partial(defaultdict, _Totals)
+    )
 
     @contextlib.contextmanager
     def launching(self, phase: Phase, bucket: int) -> Iterator[None]:
-        totals = self._totals[phase, bucket]
-        messages, sent = self._traffic.messages, self._traffic.bytes
+        totals = self.totals[phase, bucket]
+        messages, sent = self.traffic.messages, self.traffic.bytes
         start = time.perf_counter()
         with named(phase, bucket):
             yield
         totals.launched_at = time.perf_counter()
         totals.launching += totals.launched_at - start
         totals.times += 1
-        totals.sent.messages += self._traffic.messages - messages
-        totals.sent.bytes += self._traffic.bytes - sent
+        totals.messages += self.traffic.messages - messages
+        totals.bytes += self.traffic.bytes - sent
 
     @contextlib.contextmanager
     def waiting(self, phase: Phase, bucket: int) -> Iterator[None]:
-        totals = self._totals[phase, bucket]
+        totals = self.totals[phase, bucket]
         start = time.perf_counter()
         with named(phase, bucket, waits=True):
             yield
@@ -110,15 +113,15 @@ class Counters:
                 phase.value,
                 bucket,
                 totals.times,
-                totals.sent.messages,
-                totals.sent.bytes,
+                totals.messages,
+                totals.bytes,
                 exposed=totals.launching + totals.waiting,
                 hidden=max(0.0, totals.under_way - totals.waiting),
             )
-            for (phase, bucket), totals in self._totals.items()
+            for (phase, bucket), totals in self.totals.items()
         ]
         buckets.sort(key=lambda each: (each.phase, each.bucket))
-        return CommStats(steps, self._traffic.messages, self._traffic.bytes, tuple(buckets))
+        return CommStats(steps, self.traffic.messages, self.traffic.bytes, tuple(buckets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +265,7 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
-        spans, steps = [], {}
+        spans, found = [], {}
         first, last = float("inf"), float("-inf")
         for event in events:
             if event.get("ph") != "X" or event.get("cat") == _REPEATED:
@@ -274,11 +277,15 @@ class Timeline:
                 wait, phase, bucket = match.groups()
                 spans.append(Span(phase_named(phase), int(bucket), start, stop, wait is not None))
             elif match := _STEP.fullmatch(name):
-                steps[int(match[1])] = (start, stop)
+                found[int(match[1])] = (start, stop)
         if first > last:
             first = last = 0.0
-        ordered = tuple(sorted(spans, key=lambda span: (span.start, span.stop)))
-        return cls(ordered, _steps(steps, first), first, last)
+        steps, began = [], first
+        for number, (start, stop) in sorted(found.items()):
+            steps.append(Step(number, began, start, stop))
+            began = stop
+        spans.sort(key=lambda span: (span.start, span.stop))
+        return cls(tuple(spans), tuple(steps), first, last)
 
     def of_steps(self) -> Timeline:
         """Without what came after the last step: half a backward, or the waits that end a trace."""
@@ -307,74 +314,36 @@ class Timeline:
 
         Launches and waits are exposed also where the other half is outside of the trace.
         """
-        busy = union((span.start, span.stop) for span in self.spans if span.phase != "step")
-        mine: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
-        flying: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
-        for span in self.spans:
-            if span.phase != "step":
-                for bucket in (span.bucket, None):
-                    mine.setdefault((span.phase, bucket), []).append((span.start, span.stop))
+        spans = [span for span in self.spans if span.phase != "step"]
+        busy = [(span.start, span.stop) for span in spans]
+        mine: defaultdict[tuple[str, int | None], list[tuple[float, float]]] = defaultdict(list)
+        under_way: defaultdict[tuple[str, int | None], list[tuple[float, float]]]
+        under_way = defaultdict(list)
+        for span in spans:
+            for bucket in (span.bucket, None):
+                mine[span.phase, bucket].append((span.start, span.stop))
         for each in self.transfers():
             for bucket in (each.launch.bucket, None):
-                if each.hidden:
-                    interval = each.launch.stop, each.wait.start
-                    flying.setdefault((each.launch.phase, bucket), []).append(interval)
-        found = {}
-        for key, intervals in mine.items():
-            away = union(flying.get(key, ()))
-            found[key] = Cost(length(union(intervals)), length(away) - length(overlap(away, busy)))
-        return found
+                interval = each.launch.stop, each.wait.start
+                under_way[each.launch.phase, bucket].append(interval)
+        occupied = covered(busy)
+        return {
+            key: Cost(covered(intervals), max(0.0, covered([*under_way[key], *busy]) - occupied))
+            for key, intervals in mine.items()
+        }
 
 
-Intervals = Sequence[tuple[float, float]]
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The time in any of them, each moment counted once.
 
-
-def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same moments, in intervals that are in order and apart.
-
-    >>> union([(4, 6), (1, 2), (5, 9)])
-    [(1, 2), (4, 9)]
+    >>> covered([(4, 6), (1, 2), (5, 9)])
+    6.0
     """
-    found: list[tuple[float, float]] = []
+    total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
-
-
-def overlap(some: Intervals, others: Intervals) -> list[tuple[float, float]]:
-    """The moments in both, which are unions.
-
-    >>> overlap([(1, 5), (7, 9)], [(2, 3), (4, 8)])
-    [(2, 3), (4, 5), (7, 8)]
-    """
-    found: list[tuple[float, float]] = []
-    i = 0
-    # What ends before the first of them begins need not be looked at.
-    j = bisect_right(others, some[0][0], key=lambda interval: interval[1]) if some else 0
-    while i < len(some) and j < len(others):
-        start, stop = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if start < stop:
-            found.append((start, stop))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: Intervals) -> float:
-    return sum(stop - start for start, stop in intervals)
-
-
-def _steps(found: Mapping[int, tuple[float, float]], began: float) -> tuple[Step, ...]:
-    steps = []
-    for number, (start, stop) in sorted(found.items()):
-        steps.append(Step(number, began, start, stop))
-        began = stop
-    return tuple(steps)
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def transfer_events(transfers: Sequence[Transfer], pid: int) -> list[dict[str, Any]]:
@@ -398,6 +367,7 @@ def transfer_events(transfers: Sequence[Transfer], pid: int) -> list[dict[str, A
 logger = logging.getLogger("onecopy")
 
 DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
+TRACE_VARIABLES = {DIRECTORY, STEPS}
 _DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
 METADATA = "onecopy"
 
@@ -453,12 +423,10 @@ class Tracer:
         self.step_finished(0)
 
     def step_finished(self, number: int) -> None:
-        if number == self.first - 1 and self._file is not None:
-            self._start()
-        elif number == self.last:
+        if number == self.last:
             self.finish()
-
-    def _start(self) -> None:
+        if number != self.first - 1 or self._file is None:
+            return
         if is_profiling():
             logger.warning("%s has no effect: a profiler is running already", DIRECTORY)
             return
@@ -480,23 +448,18 @@ class Tracer:
             self._wait()
         profiler.add_metadata_json(METADATA, json.dumps({"rank": self._rank, **self._facts()}))
         profiler.stop()
+        # The whole file or none, with rows for what is under way, which the profiler does not know.
+        draft = self._file.with_name(f"{self._file.stem}.{os.getpid()}.draft.json")
         try:
-            _write(profiler, self._file)
+            profiler.export_chrome_trace(str(draft))
+            trace = json.loads(draft.read_text())
+            transfers = Timeline.of(trace["traceEvents"]).transfers()
+            trace["traceEvents"] += transfer_events(transfers, os.getpid())
+            draft.write_text(json.dumps(trace))
+            draft.replace(self._file)
         except (OSError, RuntimeError) as error:
             logger.warning("the trace %s could not be written: %s", self._file, error)
         else:
             logger.info("trace of rank %d written to %s", self._rank, self._file)
-
-
-def _write(profiler: torch.profiler.profile, file: Path) -> None:
-    """The whole file or none, with rows for what is under way, which the profiler does not know."""
-    draft = file.with_name(f"{file.stem}.{os.getpid()}.draft.json")
-    try:
-        profiler.export_chrome_trace(str(draft))
-        trace = json.loads(draft.read_text())
-        timeline = Timeline.of(trace["traceEvents"])
-        trace["traceEvents"] += transfer_events(timeline.transfers(), os.getpid())
-        draft.write_text(json.dumps(trace))
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+        finally:
+            draft.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -108,22 +107,17 @@ class Form(NamedTuple):
         return cls(dtype, tuple(shape), tuple(stride))
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"expected the name of a dtype, got {self.dtype!r}")
-        return dtype
-
-    @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.torch_dtype, device="cpu")
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"expected the name of a dtype, got {self.dtype!r}")
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Bytes [start, stop) of the ``position``-th tensor."""
 
     position: int
@@ -153,67 +147,49 @@ def split_into_messages(sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
         yield tuple(packed)
 
 
-def _messages(flats: Sequence[torch.Tensor]) -> Iterator[tuple[int, tuple[Range, ...]]]:
-    """Numbered messages of 1-D contiguous tensors; the number is the tag."""
-    return enumerate(split_into_messages([flat.nbytes for flat in flats]))
+class _Message(NamedTuple):
+    """Ranges of 1-D contiguous tensors that are sent and received together."""
+
+    views: list[torch.Tensor]  # in bytes
+    staged_bytes: int  # 0: it is sent and received in the memory of the tensor
+
+    def copy(self, buffer: torch.Tensor, packs: bool) -> None:
+        """Pack the ranges into a buffer, one after the other; or unpack them.
+
+        A function, so that no view of the buffer stays among the variables of those that free it.
+        """
+        parts = torch.split(buffer, [view.numel() for view in self.views])
+        for part, view in zip(parts, self.views, strict=True):
+            part.copy_(view) if packs else view.copy_(part)
 
 
-def _in_place(
-    ranges: Sequence[Range], flats: Sequence[torch.Tensor], wire: torch.device
-) -> torch.Tensor | None:
-    """The memory of a message that is one range of a tensor on the device of the wire."""
-    first = flats[ranges[0].position]
-    if len(ranges) > 1 or first.device.type != wire.type:
-        return None
-    return first.view(torch.uint8)[ranges[0].start : ranges[0].stop]
-
-
-def _pairs(
-    ranges: Sequence[Range], flats: Sequence[torch.Tensor], buffer: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The ranges, packed into a buffer one after the other, and where the tensors have them."""
-    start = 0
-    for r in ranges:
-        in_tensor = flats[r.position].view(torch.uint8)[r.start : r.stop]
-        yield buffer[start : start + r.nbytes], in_tensor
-        start += r.nbytes
-
-
-# Functions, so that no view of the buffer stays among the variables of those that free it.
-
-
-def _pack(ranges: Sequence[Range], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    for packed, in_tensor in _pairs(ranges, flats, buffer):
-        packed.copy_(in_tensor)
-
-
-def _unpack(ranges: Sequence[Range], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    for packed, in_tensor in _pairs(ranges, flats, buffer):
-        in_tensor.copy_(packed)
+def _messages(flats: Sequence[torch.Tensor], wire: torch.device) -> Iterator[_Message]:
+    """The number of a message is its tag."""
+    for ranges in split_into_messages([flat.nbytes for flat in flats]):
+        views = [flats[r.position].view(torch.uint8)[r.start : r.stop] for r in ranges]
+        is_in_place = len(views) == 1 and views[0].device.type == wire.type
+        yield _Message(views, 0 if is_in_place else sum(r.nbytes for r in ranges))
 
 
 def send_tensors(rank_group: RankGroup, flats: Sequence[torch.Tensor], to: int) -> None:
     """Send 1-D contiguous tensors: in place where they are on the device of the wire, otherwise
     through one staging buffer."""
     wire = rank_group.control_device
-    staging = torch.empty(0, dtype=torch.uint8, device=wire)
+    messages = list(_messages(flats, wire))
+    size = max((message.staged_bytes for message in messages), default=0)
+    staging = torch.empty(size, dtype=torch.uint8, device=wire)
     uses_staging: Handle | None = None
     in_flight: deque[Handle] = deque()
-    for tag, ranges in _messages(flats):
-        message = _in_place(ranges, flats, wire)
-        is_staged = message is None
-        if message is None:
+    for tag, message in enumerate(messages):
+        if message.staged_bytes:
             if uses_staging is not None:
                 uses_staging.wait()
-            size = sum(r.nbytes for r in ranges)
-            if staging.numel() < size:
-                staging = torch.empty(0, device="cpu")  # free the smaller one first
-                staging = torch.empty(size, dtype=torch.uint8, device=wire)
-            message = staging[:size]
-            _pack(ranges, flats, message)
-        in_flight.append(rank_group.send(message, to, tag))
-        if is_staged:
-            uses_staging = in_flight[-1]
+            sent = staging[: message.staged_bytes]
+            message.copy(sent, packs=True)
+            uses_staging = rank_group.send(sent, to, tag)
+            in_flight.append(uses_staging)
+        else:
+            in_flight.append(rank_group.send(message.views[0], to, tag))
         if len(in_flight) > _SENDS_IN_FLIGHT:
             in_flight.popleft().wait()
     for handle in in_flight:
@@ -230,35 +206,31 @@ def receive_tensors(
     ``meanwhile`` is local work that is done while the first messages are on their way.
     """
     receiving = [_receive(rank_group, rank, flats) for rank, flats in rooms.items()]
-    receiving = [each for each in receiving if next(each, _DONE) is not _DONE]
+    receiving = [each for each in receiving if next(each, False)]
     meanwhile()
     while receiving:
-        receiving = [each for each in receiving if next(each, _DONE) is not _DONE]
+        receiving = [each for each in receiving if next(each, False)]
 
 
-_DONE = object()
-
-
-def _receive(rank_group: RankGroup, source: int, flats: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Receive from one rank, and yield after each message that was posted or has arrived."""
+def _receive(rank_group: RankGroup, source: int, flats: Sequence[torch.Tensor]) -> Iterator[bool]:
+    """Receive from one rank, and yield True after each message that was posted or has arrived."""
     wire = rank_group.control_device
-    in_flight: deque[tuple[Handle, Sequence[Range], torch.Tensor | None]] = deque()
+    in_flight: deque[tuple[Handle, _Message, torch.Tensor]] = deque()
 
     def finish_first() -> None:
-        handle, ranges, buffer = in_flight.popleft()
+        handle, message, room = in_flight.popleft()
         handle.wait()
-        if buffer is not None:
-            _unpack(ranges, flats, buffer)
+        if message.staged_bytes:
+            message.copy(room, packs=False)
 
-    for tag, ranges in _messages(flats):
-        message, buffer = _in_place(ranges, flats, wire), None
-        if message is None:
-            size = sum(r.nbytes for r in ranges)
-            message = buffer = torch.empty(size, dtype=torch.uint8, device=wire)
-        in_flight.append((rank_group.receive(message, source, tag), ranges, buffer))
+    for tag, message in enumerate(_messages(flats, wire)):
+        room = message.views[0]
+        if message.staged_bytes:
+            room = torch.empty(message.staged_bytes, dtype=torch.uint8, device=wire)
+        in_flight.append((rank_group.receive(room, source, tag), message, room))
         if len(in_flight) > _RECEIVES_IN_FLIGHT:
             finish_first()
-        yield
+        yield True
     while in_flight:
         finish_first()
-        yield
+        yield True

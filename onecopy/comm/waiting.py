@@ -28,8 +28,8 @@ class Task:
         self._work: Callable[[], Any] | None = work
         self._result: Any = None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._is_running = threading.Lock()
+        self._is_running.acquire()
 
     def run(self) -> None:
         assert self._work is not None
@@ -39,18 +39,15 @@ class Task:
             self._error = error
         finally:
             self._work = None  # nobody holds on to the memory that was sent
-            self._lock.release()
-
-    def is_running(self) -> bool:
-        return self._lock.locked()
+            self._is_running.release()
 
     def ends(self, seconds: float = -1) -> bool:
         """Wait until it has ended, or a signal handler raises; False after so many seconds. Can be
         repeated."""
         with marking_interruptions():
-            has_ended = self._lock.acquire(timeout=seconds)
+            has_ended = self._is_running.acquire(timeout=seconds)
         if has_ended:
-            self._lock.release()
+            self._is_running.release()
         return has_ended
 
     def wait(self) -> Any:
@@ -68,37 +65,34 @@ class Task:
 class BackgroundThread:
     """A thread that runs tasks in order, and ends with the process if nobody ends it before."""
 
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    def __init__(self, owner: object = None) -> None:
+        """``owner``: it works for this object alone, and ends with it."""
+        tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks = tasks
         threading.Thread(
-            target=_run_tasks, args=(self._tasks,), name="onecopy-waiter", daemon=True
+            target=_run_tasks, args=(tasks,), name="onecopy-waiter", daemon=True
         ).start()
+        if owner is not None:
+            _owned.add(self)
+            weakref.finalize(owner, tasks.put, None).atexit = False
 
     def send(self, work: Callable[[], Any]) -> Task:
         task = Task(work)
         self._tasks.put(task)
         return task
 
-    @classmethod
-    def of(cls, owner: object) -> BackgroundThread:
-        """One that works for this object alone, and ends with it."""
-        thread = cls()
-        _owned.add(thread)
-        weakref.finalize(owner, thread._tasks.put, None).atexit = False
-        return thread
-
-    @classmethod
-    def idle(cls) -> BackgroundThread:
-        try:
-            return _idle.pop()
-        except IndexError:
-            return cls()
-
 
 def _run_tasks(tasks: queue.SimpleQueue[Task | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
         del task  # while it waits for the next, it holds nothing
+
+
+def _idle_thread() -> BackgroundThread:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return BackgroundThread()
 
 
 _owned: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()  # those that have an owner
@@ -114,7 +108,7 @@ def wait_interruptibly(works: Sequence[Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         wait_here(works)
         return
-    thread = BackgroundThread.idle()
+    thread = _idle_thread()
     task = thread.send(functools.partial(wait_here, works))
     try:
         task.ends()
@@ -181,7 +175,7 @@ def ask_store(store: Any, question: Callable[[], Any], patience: float) -> Any:
     """
     root = root_of(store)
     if not any(each.is_late for each in _questions_to(root)):
-        thread = BackgroundThread.idle()
+        thread = _idle_thread()
         task = thread.send(question)
         try:
             has_answered = task.ends(patience)
@@ -202,7 +196,7 @@ def is_silent(store: Any) -> bool:
 
 
 def _questions_to(root: Any) -> list[_Question]:
-    _open[:] = [each for each in _open if each.task.is_running()]
+    _open[:] = [each for each in _open if not each.task.ends(0)]
     return [each for each in _open if each.store is root]
 
 
@@ -221,33 +215,27 @@ if hasattr(os, "register_at_fork"):
 
 # -------------------------------------------------------------------------- at the end
 
-
-def let_tasks_finish(seconds: float) -> None:
-    """Before a process ends: others may count on what its threads have still to do."""
-    until = time.monotonic() + seconds
-    for task in [thread.send(lambda: None) for thread in list(_owned)]:
-        task.ends(max(0.0, until - time.monotonic()))
-
-
-_kept: set[int] = set()
-_SETTLING = 1.0  # seconds, at most, that an ending process waits for its threads
+_FINISHING = 5.0  # seconds, at most, that an ending process gives what others count on
+_SETTLING = 1.0  # and then its threads, to let go of memory
 
 
 def never_destroy(group: Any) -> None:
     """Never destroy a process group in which something is under way that may not end: gloo waits
     for it, and the interpreter with it."""
-    if id(group) not in _kept:
-        _kept.add(id(group))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def let_threads_settle() -> None:
-    """Before the interpreter ends: until gloo's threads have let go of what was sent.
+def let_threads_finish() -> None:
+    """Before the interpreter ends: until threads have done what other ranks count on, and gloo's
+    have let go of what was sent.
 
     Why: a work is done before the thread that did it lets go of its tensors, and that takes the
     interpreter. A thread that asks for it while it ends is unwound through functions that may
     not be, which aborts the process. On a busy machine a thread may well be that late.
     """
+    until = time.monotonic() + _FINISHING
+    for task in [thread.send(lambda: None) for thread in list(_owned)]:
+        task.ends(max(0.0, until - time.monotonic()))
     until = time.monotonic() + _SETTLING
     quiet = 0
     while quiet < 2 and time.monotonic() < until:
@@ -262,9 +250,6 @@ def _others_are_busy() -> bool:
     for task in Path("/proc/self/task").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            if state in _BUSY and int(task.name) != mine:
+            if state in "RD" and int(task.name) != mine:  # runs, or waits for a disk
                 return True
     return False
-
-
-_BUSY = "RD"  # of the letters by which Linux tells the state of a thread

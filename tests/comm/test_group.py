@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.comm.agreement import DIGEST_BYTES
 from onecopy.comm.group import Part, RankGroup, bytes_from_tensor, tensor_from_bytes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.uint8]
@@ -159,11 +160,12 @@ def test_minimum_and_maximum_of_any_integers(world: World) -> None:
     ]
     mine = torch.tensor([column[world.rank] for column in columns])
     kept = mine.clone()
-    lowest, highest = rank_group.minimum_and_maximum(mine)
+    lowest, highest = rank_group.extremes(mine, mine)
     assert lowest.tolist() == [min(column[: world.size]) for column in columns]
     assert highest.tolist() == [max(column[: world.size]) for column in columns]
     assert torch.equal(mine, kept)
-    empty = rank_group.minimum_and_maximum(torch.empty(0, dtype=torch.int64))
+    nothing = torch.empty(0, dtype=torch.int64)
+    empty = rank_group.extremes(nothing, nothing)
     assert [part.numel() for part in empty] == [0, 0]
 
 
@@ -174,6 +176,18 @@ def test_bytes_go_everywhere(world: World) -> None:
     everyone = [bytes([rank]) * 3 + b"\0\xff" for rank in range(world.size)]
     assert rank_group.all_gather_bytes(payload) == everyone
     assert rank_group.all_gather_bytes(b"") == [b""] * world.size
+
+
+@distributed(2, 3, 4)
+def test_short_payloads_of_two_lengths_meet_without_ending_a_process(world: World) -> None:
+    """As where one rank looks for those of its host, with 16 bytes, and another one compares what
+    it builds, with 32. The next things that they do together work."""
+    rank_group = RankGroup()
+    for shortest in (0, 1, 8, 16):
+        length = shortest if world.rank else DIGEST_BYTES
+        rank_group.all_gather_bytes(bytes(length))
+        everyone = [bytes([rank]) * DIGEST_BYTES for rank in range(world.size)]
+        assert rank_group.all_gather_bytes(everyone[world.rank]) == everyone
     for source in range(world.size):
         for text in (b"", b"x", bytes(range(256)) * 20):
             mine = text + bytes([world.rank]) if text else b""

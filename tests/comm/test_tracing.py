@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import logging
 import os
@@ -33,10 +32,8 @@ from onecopy.comm.stats import (
     Timeline,
     Tracer,
     Transfer,
-    length,
-    overlap,
+    covered,
     transfer_events,
-    union,
 )
 
 # ------------------------------------------------------------------ what is asked for
@@ -397,13 +394,9 @@ def moments(intervals: Any) -> set[int]:
     return {moment for start, stop in intervals for moment in range(start, stop)}
 
 
-@given(INTERVALS, INTERVALS)
-def test_unions_and_overlaps_are_those_of_sets(a: Any, b: Any) -> None:
-    some, others = union(a), union(b)
-    assert moments(some) == moments(a)
-    assert all(left[1] < right[0] for left, right in itertools.pairwise(some))
-    assert length(some) == len(moments(a))
-    assert moments(overlap(some, others)) == moments(a) & moments(b)
+@given(INTERVALS)
+def test_a_moment_in_several_intervals_is_covered_once(intervals: Any) -> None:
+    assert covered(intervals) == len(moments(intervals))
 
 
 @st.composite
@@ -418,6 +411,21 @@ def schedules(draw: st.DrawFn) -> list[Span]:
         spans.append(Span(*key, start, clock, is_wait=key in flying))
         flying ^= {key}
     return spans
+
+
+@given(schedules())
+def test_costs_are_those_of_sets_of_moments(spans: list[Span]) -> None:
+    timeline = Timeline(tuple(spans), ())
+    busy = moments((int(span.start), int(span.stop)) for span in spans)
+    for (phase, bucket), cost in timeline.costs().items():
+        mine = [span for span in spans if span.phase == phase and bucket in (span.bucket, None)]
+        away = moments(
+            (int(each.launch.stop), int(each.wait.start))
+            for each in timeline.transfers()
+            if each.launch in mine
+        )
+        assert cost.exposed == len(moments((int(each.start), int(each.stop)) for each in mine))
+        assert cost.hidden == len(away - busy)
 
 
 def each_end(transfer: Transfer) -> tuple[Span, Span]:

@@ -117,10 +117,9 @@ def _prepared_gather(op: Any) -> PreparedGather:
         parts = sorted([*sent, *op.received], key=operator.itemgetter(0))
         shared = None if op.shared is None else op.shared[1]
         return PreparedGather(op.copy_in, op.copy_out, parts, None, shared, len(op.sources))
-    within = inspect.getclosurevars(op._launch).nonlocals
+    within = inspect.getclosurevars(op.launch).nonlocals
     parts = list(map(tuple, within.get("parts", ())))
-    copies = (op._copy_in or CopyList(), op._copy_out or CopyList())
-    return PreparedGather(*copies, parts, within.get("slots"), None, 0)
+    return PreparedGather(op.copy_in, op.copy_out, parts, within.get("slots"), None, 0)
 
 
 def in_flight(optimizer: ZeroRedundancyOptimizer) -> Collection[int]:
@@ -346,6 +345,20 @@ def share_no_memory() -> None:
     share_memory_from(sys.maxsize)
 
 
+def pack(ranges: Sequence[Any], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """What a message of these ranges is packed into; `unpack` is the inverse."""
+    _message_of(ranges, flats).copy(buffer, packs=True)
+
+
+def unpack(ranges: Sequence[Any], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    _message_of(ranges, flats).copy(buffer, packs=False)
+
+
+def _message_of(ranges: Sequence[Any], flats: Sequence[torch.Tensor]) -> Any:
+    views = [flats[r.position].view(torch.uint8)[r.start : r.stop] for r in ranges]
+    return transfer._Message(views, sum(r.nbytes for r in ranges))
+
+
 def was_read(memory: SharedMemory) -> bool:
     return memory._was_read.take()
 
@@ -359,7 +372,6 @@ known_kinds = traits._KNOWN
 probe_kind = traits._probe
 MIN_MESSAGE_BYTES = transfer._MIN_MESSAGE_BYTES
 without_split = torch_private._without_split
-pack, unpack = transfer._pack, transfer._unpack
 
 # ------------------------------- to be patched: (owner, name) -------------------------------
 

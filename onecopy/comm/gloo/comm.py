@@ -125,7 +125,7 @@ class GlooComm(Comm):
     def relay(self, task: Callable[[], Any]) -> Task:
         """Let the relay thread do something, after all that it was told before."""
         if self._relay_thread is None:
-            self._relay_thread = BackgroundThread.of(self)
+            self._relay_thread = BackgroundThread(owner=self)
         return self._relay_thread.send(task)
 
 
