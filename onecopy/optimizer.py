@@ -62,12 +62,13 @@ from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.checks.replica_check import compare_gradients, require_equal_replicas
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
+from onecopy.comm.monitor import do_nothing
 from onecopy.comm.stats import TRACE_VARIABLES, CommStats, Tracer
 from onecopy.gradients.attachment import Attachment, broadcast_module, require_attachable
 from onecopy.gradients.join import (
+    JoinCallbacks,
     JoinParticipant,
     JoinRound,
-    OptimizerJoinHook,
     Turn,
     broadcast_plain,
     follow_source,
@@ -103,6 +104,7 @@ from onecopy.torch_private import (
     ASKED_BY_GRAD_SCALER,
     is_table_of_hooks,
     join_config,
+    leave_join,
     load_state_dict_hooks,
     state_dict_hooks,
 )
@@ -212,6 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._loaded: list[str] = []  # what was loaded, until all ranks are known to have the same
         self._attachment: Attachment | None = None
         self._tracing: Tracer | None = None
+        self._is_scaled = False  # while onecopy.GradScaler takes a step
         self._overlaps_with_ddp = False
         self._join = JoinParticipant(weakref.ref(self), self._rank_group)
 
@@ -494,7 +497,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._full_state = "a parameter group was added after the last consolidation"
         self._params.rebuild()
         if self._attachment is not None:
-            self._attachment.catch_up()
+            self._attachment.reducer.catch_up()
 
     def _follow_changes(self, join_round: JoinRound | None = None) -> None:
         """Take over what happened to the parameters since the last step: they were unfrozen, given
@@ -509,7 +512,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._plan_unfrozen(unfrozen)
         self._params.follow_memory()
         if self._attachment is not None:
-            self._attachment.catch_up()
+            self._attachment.reducer.catch_up()
 
     def _follow_flags(self) -> None:
         """Refuse flags of groups, as ``fused``, that were changed and that the plan forbids."""
@@ -779,8 +782,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "with overlap_with_ddp=True the update happens inside backward, with gradients of "
                 "the scaled loss: a GradScaler cannot work. Leave it out, or use attach(...)"
             )
-        if self._attachment is not None:
-            self._attachment.require_our_scaler()
+        if self._attachment is not None and not self._is_scaled:
+            raise RuntimeError(
+                "torch.amp.GradScaler looks at param.grad, which is None while the optimizer is "
+                "attached. Use onecopy.GradScaler, which is the same otherwise"
+            )
 
     # ------------------------------------------------------------------ Join
 
@@ -794,8 +800,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._attachment is not None:
             self._attachment.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         # With overlap_with_ddp, joined ranks step when DDP has finished: see hook_with_zero_step.
-        run_joined = None if self._overlaps_with_ddp else self._run_joined
-        return OptimizerJoinHook(run_joined, self._join.leave)
+        take_part = do_nothing if self._overlaps_with_ddp else self._run_joined
+        return JoinCallbacks(take_part, lambda _: leave_join(self))
 
     @property
     def join_device(self) -> torch.device:
@@ -1144,7 +1150,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         staging = self._params.all_gathers.staged_bytes
         gradients = nbytes_of(param.grad for param in params if param.grad is not None)
         if attachment is not None:
-            gradients += attachment.gradient_bytes
+            gradients += attachment.reducer.held_bytes
             staging += attachment.reducer.staged_bytes
         return MemoryReport(
             parameters=nbytes_of(params),

@@ -10,14 +10,10 @@ All hooks hold the optimizer weakly, and hooks of copied modules do nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
-import enum
 import functools
-import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +22,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.comm.group import RankGroup, average_as_ddp
-from onecopy.gradients.join import JoinParticipant
+from onecopy.comm.group import average_as_ddp
+from onecopy.gradients.join import JoinCallbacks, JoinParticipant
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import is_dense
-from onecopy.planning.plan import Plan
 from onecopy.sharding.engine import BucketQueue
 from onecopy.torch_private import (
     disable_dynamo,
     divides_by_all_ranks,
     has_comm_hook,
     in_backward,
-    is_compiled,
     is_in_forward_of_ddp,
     is_unfinished,
     queue_callback,
@@ -46,122 +40,65 @@ from onecopy.torch_private import (
 )
 
 
+class _NotCopied:
+    """Hooks of one module. Those of a copied or pickled module do nothing."""
+
+    _is_copy = False
+
+    def __reduce__(self) -> Any:
+        return object.__new__, (type(self),), {"_is_copy": True}
+
+
 class PatchedMethod:
-    """A method of one module, instead of that of its class."""
+    """A method of one module, instead of that of its class, which ``call`` gets first."""
 
-    name: str  # of the method
+    def __init__(self, module: torch.nn.Module, name: str, call: Callable[..., Any]) -> None:
+        self._module, self._name, self._call = weakref.ref(module), name, call
+        module.__dict__[name] = self
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-        module.__dict__[self.name] = self
-
-    @classmethod
-    def is_on(cls, module: torch.nn.Module) -> bool:
-        return isinstance(module.__dict__.get(cls.name), cls)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            return None
+        method = functools.partial(getattr(type(module), self._name), module)
+        return self._call(method, *args, **kwargs)
 
     def remove(self) -> None:
         module = self._module()
-        if module is not None and module.__dict__.get(self.name) is self:
-            del module.__dict__[self.name]
+        if module is not None and module.__dict__.get(self._name) is self:
+            del module.__dict__[self._name]
 
-    def _of_class(self, module: Any) -> Callable[..., Any]:
-        return functools.partial(getattr(type(module), self.name), module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._of_class(copy.deepcopy(self._module(), memo))
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # copied and pickled modules have the method of their class
         module = self._module()
-        return functools.partial, (getattr(type(module), self.name), module)
+        return functools.partial, (getattr(type(module), self._name), module)
 
 
-class ZeroGrad(PatchedMethod):
-    """``module.zero_grad`` that reaches the optimizer's share of the gradients too."""
-
-    name = "zero_grad"
-
-    def __init__(self, module: torch.nn.Module, drop: Callable[[], None]) -> None:
-        super().__init__(module)
-        self._drop = weakref.WeakMethod(drop)
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        module, drop = self._module(), self._drop()
-        if module is not None:
-            self._of_class(module)(set_to_none)
-        if drop is not None:
-            drop()
-
-
-class AfterJoinHook(PatchedMethod):
-    """``join_hook`` of a DDP module, for ``Join``, that calls ``then`` after what DDP does on a
-    joined rank, and before the next joinable has its turn."""
-
-    name = "join_hook"
-
-    def __init__(self, ddp: DistributedDataParallel, then: Callable[[], None]) -> None:
-        super().__init__(ddp)
-        self._then = then
-
-    def __call__(self, **kwargs: Any) -> JoinHook:
-        ddp = self._module()  # Join has just called it, so it exists
-        return _JoinHookAndThen(self._of_class(ddp)(**kwargs), self._then)
-
-
-@dataclass(frozen=True, slots=True)
-class _JoinHookAndThen(JoinHook):
-    hook: JoinHook
-    then: Callable[[], None]
-
-    def main_hook(self) -> None:
-        self.hook.main_hook()
-        self.then()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.hook.post_hook(is_last_joiner)
-
-
-class Local(enum.Enum):
-    """Why ``param.grad`` is not None when a step is taken."""
-
-    NO_SYNC = enum.auto()  # the last backward was inside no_sync()
-    INSIDE_DDP = enum.auto()  # DDP, which calls the attached module, has put it there
-    NOT_IN_DDP = enum.auto()  # DDP was built when other parameters were trained
-    WRITTEN = enum.auto()  # by the user, or by a backward before the optimizer was attached
-
-
-def after_ddp(callback: Callable[[], None]) -> None:
-    """To be called by a communication hook: run when DDP has put the gradients back into
-    ``param.grad``. DDP does that in a callback that is queued after this one: what a callback
-    queues in its turn comes last."""
-    queue_callback(lambda: queue_callback(callback))
-
-
-def _hook_gradient(
-    param: torch.Tensor, index: int, hook: Callable[[int, torch.Tensor], None]
-) -> Any:
-    """The handle of a hook that is called with the index and the parameter when ``param.grad``
-    has been computed."""
-    register: Any = param.register_post_accumulate_grad_hook
-    return register(functools.partial(hook, index))
-
-
-def _of_copied_module(cls: Any) -> Any:
-    """The object that the hooks of a copied module are bound to: they do nothing."""
-    hooks = cls.__new__(cls)
-    hooks._is_removed = True
-    return hooks
+def _hook_trained(
+    params: Iterable[torch.Tensor],
+    hooked: dict[int, Any],
+    hook: Callable[[int, torch.Tensor], None],
+) -> None:
+    """Call ``hook`` with the index and the parameter when ``param.grad`` has been computed, also of
+    parameters that are trained now and were not before."""
+    for index, param in enumerate(params):
+        if param.requires_grad and index not in hooked:
+            register: Any = param.register_post_accumulate_grad_hook
+            hooked[index] = register(functools.partial(hook, index))
 
 
 # -------------------------------------------------------------------------- a bare module
 
 
-class ModuleHooks:
+class ModuleHooks(_NotCopied):
     """Hooks on the parameters and the output of a bare module.
 
     The end of backward is queued when the gradient of the module's output is computed, which is
     first of all. Why not from the hook of a parameter: inside a checkpointed part that would be the
     end of that part only. It is the second choice, for a loss that is not made of the output.
     """
+
+    reduces_nothing = False
+    ddp_bytes = 0
 
     def __init__(
         self,
@@ -172,42 +109,33 @@ class ModuleHooks:
     ) -> None:
         """``begin`` is called when the first gradient of a backward arrives, ``drop`` at a forward
         that follows a backward that has raised."""
-        self._is_removed = False
         self._reducer = reducer
         self._begin = begin
         self._drop = drop
         self._syncs = True
         # Whether gradients of a backward inside no_sync() came after the last backward outside.
-        self._has_unsynced = False
-        self._is_inside_ddp = False  # as of the last forward
-        self._is_queued = False
+        self.has_unsynced = False
+        self.is_inside_ddp = False  # as of the last forward
+        self._is_queued = False  # the end of the backward
         self._params: Sequence[torch.Tensor] = ()
         self._begin_lock = threading.RLock()  # one thread per device may see the first gradient
-        self._hooked: set[int] = set()
-        self._early: list[Any] = []  # hooks on parameters that are not planned yet
-        self._handles: list[Any] = [module.register_forward_hook(self._watch_output)]
+        self._hooked: dict[int, Any] = {}  # handles of hooks, by parameter
+        self._handle = module.register_forward_hook(self._after_forward)
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Pass on the gradients of these parameters, by their position."""
         self._params = params
-        for handle in self._early:
-            handle.remove()
-        self._early = []
-        arrived = self._arrived  # one object for all of them
-        for index, param in enumerate(params):
-            if param.requires_grad and index not in self._hooked:
-                self._handles.append(_hook_gradient(param, index, arrived))
-                self._hooked.add(index)
+        _hook_trained(params, self._hooked, self._arrived)
 
     # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
     @disable_dynamo
-    def _watch_output(self, _: torch.nn.Module, __: Any, output: Any) -> None:
-        if self._is_removed:
+    def _after_forward(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if self._is_copy:
             return
         if not in_backward() and (self._is_queued or self._reducer.is_active):
             self._drop()  # the last backward has raised and never came to its end
         if torch.is_grad_enabled():
-            self._is_inside_ddp = is_in_forward_of_ddp()
+            self.is_inside_ddp = is_in_forward_of_ddp()
             for tensor in _tensors(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     register: Any = tensor.register_hook
@@ -221,23 +149,21 @@ class ModuleHooks:
                     self._is_queued = True
 
     def _arrived(self, index: int, param: torch.Tensor) -> None:
-        if self._syncs:
-            if not self._is_queued:
-                self._begins(param)
-            if not self._reducer.is_active:
-                with self._begin_lock:
-                    if not self._reducer.is_active:
-                        self._has_unsynced = False
-                        self._begin()
-            self._reducer.arrived(index)
-        else:
-            self._has_unsynced = True
+        if not self._syncs:
+            self.has_unsynced = True
             if self._reducer.accumulates:
                 self._reducer.accumulate(index, param)
-
-    def _accumulates(self, index: int, param: torch.Tensor) -> None:
-        if not self._syncs:
-            self._reducer.accumulate(index, param)
+            return
+        if not self._is_queued:
+            self._begins(param)
+        if not self._reducer.is_active:
+            if index not in self._reducer.buckets_of:
+                return  # until the next step, which plans it
+            with self._begin_lock:
+                if not self._reducer.is_active:
+                    self.has_unsynced = False
+                    self._begin()
+        self._reducer.arrived(index)
 
     def _ended(self) -> None:
         self._is_queued = False
@@ -248,73 +174,48 @@ class ModuleHooks:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """In this context gradients stay on this rank, and accumulate."""
-        # Also those of parameters that were unfrozen since the last step, which plans them.
-        if len(self._hooked) < len(self._params) and self._reducer.accumulates:
-            for handle in self._early:
-                handle.remove()
-            self._early = [
-                _hook_gradient(param, index, self._accumulates)
-                for index, param in enumerate(self._params)
-                if param.requires_grad and index not in self._hooked
-            ]
+        if self._reducer.accumulates:  # also those of parameters that the next step plans
+            _hook_trained(self._params, self._hooked, self._arrived)
         before, self._syncs = self._syncs, False
         try:
             yield
         finally:
             self._syncs = before
 
-    def reset(self) -> None:
-        """The gradients of all backwards so far are dropped."""
-        self._is_queued = self._has_unsynced = False
-
-    def start_over(self) -> None:
-        """A backward has raised on some rank: forget it, on all ranks."""
-        self._is_queued = False
-
-    @property
-    def why_local(self) -> Local:
-        """Why a parameter has a gradient that the reducer has not taken."""
-        if self._is_inside_ddp:
-            return Local.INSIDE_DDP
-        return Local.NO_SYNC if self._has_unsynced else Local.WRITTEN
-
     @property
     def has_raised(self) -> bool:
         """Whether a backward has begun and not ended, of which the other ranks send gradients."""
         return self._reducer.is_active and not in_backward()
 
-    @property
-    def ddp_bytes(self) -> int:
-        """Memory of DDP's buckets."""
-        return 0
+    def reset(self) -> None:
+        """The gradients of all backwards so far are dropped."""
+        self._is_queued = self.has_unsynced = False
+
+    def start_over(self) -> None:
+        """A backward has raised on some rank: forget it, on all ranks."""
+        self._is_queued = False
 
     def remove(self) -> None:
-        for handle in [*self._handles, *self._early]:
+        for handle in (self._handle, *self._hooked.values()):
             handle.remove()
-        self._handles, self._early = [], []
-
-    def __deepcopy__(self, _: Any) -> Any:
-        return _of_copied_module(ModuleHooks)
-
-    def __reduce__(self) -> Any:
-        return _of_copied_module, (ModuleHooks,)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
+        yield from _tensors(list(tree.values()))
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from _tensors(value)
     elif hasattr(tree, "__dataclass_fields__"):
-        for name in tree.__dataclass_fields__:
-            yield from _tensors(getattr(tree, name, None))
+        yield from _tensors([getattr(tree, name, None) for name in tree.__dataclass_fields__])
 
 
 # -------------------------------------------------------------------------- DDP
+
+# DDP looks at the annotations of a communication hook, and wants the classes themselves.
+_ANNOTATIONS = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
 class _CommHook:
@@ -327,27 +228,30 @@ class _CommHook:
         ddp.register_comm_hook(None, self._hook)
 
     def _hook(self, _: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self.hooks is not None:
-            self.hooks.take(bucket)
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-        return average_as_ddp(bucket.buffer(), self._group)
+        if self.hooks is None:
+            return average_as_ddp(bucket.buffer(), self._group)
+        self.hooks.take(bucket)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
+    _hook.__annotations__.update(_ANNOTATIONS)
 
-# DDP looks at the annotations, and wants the classes themselves.
-_CommHook._hook.__annotations__.update(
-    {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
-)
 
 _comm_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def has_foreign_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether somebody else has registered a communication hook."""
-    return has_comm_hook(ddp) and ddp not in _comm_hooks
+def require_attachable_ddp(ddp: DistributedDataParallel, user_group: Any) -> None:
+    """Raise if ``DDPHooks`` cannot work with this module."""
+    if has_comm_hook(ddp) and ddp not in _comm_hooks:
+        raise ValueError(
+            "the DDP module has a communication hook already, and can have only one. Attach "
+            "before, or instead of, register_comm_hook(...)"
+        )
+    require_finalization(ddp)
+    require_same_ranks(ddp, user_group)
 
 
 def require_finalization(ddp: Any) -> None:
@@ -360,18 +264,37 @@ def require_finalization(ddp: Any) -> None:
         )
 
 
-def _as_laid_out(
-    params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """The gradients of a bucket. DDP lays each out as its parameter is, and shows it as if it were
-    contiguous."""
-    strides = list(map(torch.Tensor.stride, params))
-    if list(map(torch.Tensor.stride, gradients)) == strides:
-        return gradients
-    return [
-        grad.as_strided(param.shape, stride, grad.storage_offset()) if is_dense(param) else grad
-        for param, grad, stride in zip(params, gradients, strides, strict=True)
-    ]
+def require_same_ranks(ddp: Any, user_group: Any) -> None:
+    """Raise if DDP averages over other ranks than those of the optimizer's group."""
+    ranks, ours = map(dist.get_process_group_ranks, (ddp.process_group, user_group))
+    if ranks != ours:
+        raise ValueError(
+            f"the DDP module averages over ranks {ranks}, the optimizer is sharded over {ours}: "
+            "give both the same process_group"
+        )
+
+
+def after_ddp(callback: Callable[[], None]) -> None:
+    """To be called by a communication hook: run when DDP has put the gradients back into
+    ``param.grad``. DDP does that in a callback that is queued after this one: what a callback
+    queues in its turn comes last."""
+    queue_callback(lambda: queue_callback(callback))
+
+
+def after_joined(ddp: DistributedDataParallel, then: Callable[[], None]) -> PatchedMethod:
+    """Inside ``Join``: call ``then`` after what DDP does on a joined rank, and before the next
+    joinable has its turn."""
+
+    def join_hook(of_ddp: Callable[..., JoinHook], **kwargs: Any) -> JoinHook:
+        hook = of_ddp(**kwargs)
+
+        def take_part() -> None:
+            hook.main_hook()
+            then()
+
+        return JoinCallbacks(take_part, hook.post_hook)
+
+    return PatchedMethod(ddp, "join_hook", join_hook)
 
 
 class DDPHooks:
@@ -381,11 +304,12 @@ class DDPHooks:
     tell which were unused anywhere.
     """
 
+    is_inside_ddp = False
+
     def __init__(
         self,
         ddp: DistributedDataParallel,
         reducer: GradientReducer,
-        rank_group: RankGroup,
         join: JoinParticipant,
         enter: Callable[[], None],
         drop: Callable[[], None],
@@ -398,22 +322,25 @@ class DDPHooks:
         self._comm_hook = _comm_hooks[ddp]
         self._comm_hook.hooks = self
         self._reducer = reducer
-        self._rank_group = rank_group
+        self._rank_group = join.rank_group
         self._join = join
         self._enter = enter
         self._drop = drop
         self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
         self._accumulating: dict[int, Any] = {}  # handles of hooks, by parameter
-        self._were_trained: list[bool] = []  # by parameter, when hooks were put on them last
-        self._is_queued = False
+        self._is_queued = False  # the end of the backward
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
         # When the optimizer was attached, for errors.
         self._trained = [param for param in ddp.parameters() if param.requires_grad]
-        self._has_unsynced = False  # a forward inside no_sync came after the last backward outside
+        self.has_unsynced = False  # a forward inside no_sync came after the last backward outside
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
-        self._after_join_hook = AfterJoinHook(ddp, self._finish_joined)
+        self._join_hook = after_joined(ddp, self._end_joined)
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self._index = {param: index for index, param in enumerate(params)}
 
     def _before_forward(self, *_: Any) -> None:
         if self.has_raised or (self._must_start_over and not in_backward()):
@@ -422,26 +349,81 @@ class DDPHooks:
         ddp: Any = self._of_ddp()
         require_finalization(ddp)  # it may have been set since
         if torch.is_grad_enabled() and not ddp.require_backward_grad_sync:
-            self._has_unsynced = True
+            self.has_unsynced = True
             if self._reducer.accumulates:
-                self._watch_no_sync()
+                _hook_trained(self._params, self._accumulating, self._accumulate)
 
-    def _watch_no_sync(self) -> None:
-        """Hook parameters that are trained and have no hook yet."""
-        are_trained = list(map(operator.attrgetter("requires_grad"), self._params))
-        if are_trained == self._were_trained:
-            return
-        self._were_trained = are_trained
-        for index, param in enumerate(self._params):
-            if param.requires_grad and index not in self._accumulating:
-                self._accumulating[index] = _hook_gradient(param, index, self._accumulates)
-
-    def _accumulates(self, index: int, param: torch.Tensor) -> None:
+    def _accumulate(self, index: int, param: torch.Tensor) -> None:
         ddp: Any = self._of_ddp()
         # DDP averages a backward if its forward was outside of no_sync(). If the forward is taken
         # for one inside, nothing is lost: DDP delivers a zero, to which this is added.
         if ddp is not None and not ddp.require_forward_param_sync:
             self._reducer.accumulate(index, param)
+
+    def take(self, bucket: GradBucket) -> None:
+        """A bucket of DDP is full."""
+        if not self._reducer.is_active:
+            self._begin()
+        params, gradients = bucket.parameters(), bucket.gradients()
+        strides = list(map(torch.Tensor.stride, params))
+        if list(map(torch.Tensor.stride, gradients)) != strides:
+            # DDP lays each out as its parameter is, and shows it as if it were contiguous.
+            gradients = [
+                grad.as_strided(param.shape, stride, grad.storage_offset())
+                if is_dense(param)
+                else grad
+                for param, grad, stride in zip(params, gradients, strides, strict=True)
+            ]
+        for param, grad in zip(params, gradients, strict=True):
+            index = self._index.get(param)
+            if index is not None:  # DDP also has what was frozen and is not ours
+                self._reducer.arrived(index, grad)
+        if bucket.is_last() and not self._waits_for_joined():
+            self._end_joined()
+
+    def _begin(self) -> None:
+        """The first bucket of a backward is full."""
+        self.has_unsynced = False
+        try:
+            after_ddp(self._ended)
+            self._is_queued = True
+        except RuntimeError:  # no backward: this rank has joined
+            self._is_queued = False
+        self._enter()
+        world = self._rank_group.world_size
+        if not divides_by_all_ranks(self._of_ddp()):
+            active = torch.tensor([int(self._is_queued)], device=self._rank_group.control_device)
+            self._rank_group.total(active).wait()
+            world = int(active)
+        self._reducer.share = 1 / world
+        self._reducer.begin(keeps_back=self._waits_for_joined())
+
+    def _waits_for_joined(self) -> bool:
+        """Whether DDP's own end of a backward waits for joined ranks.
+
+        Why that matters: to find unused parameters DDP asks all ranks, and joined ranks answer
+        when the hook has returned. If the hook waited for a bucket of a rank that waits for DDP,
+        neither would ever go on. So buckets are sent when DDP has finished.
+        """
+        ddp: Any = self._of_ddp()
+        return bool(ddp.find_unused_parameters and self._join.is_active)
+
+    def _end_joined(self) -> None:
+        """On a joined rank: a backward of the others has come to its end."""
+        if self._reducer.is_active and not self._is_queued:
+            self._reducer.end(present=set())
+
+    def _ended(self) -> None:
+        self._is_queued, self._has_ended = False, True
+        present = self._reducer.left_in_params()  # what is not planned keeps what it has
+        self._reducer.end(present)
+        for index in present:
+            self._params[index].grad = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        ddp: Any = self._of_ddp()
+        context: contextlib.AbstractContextManager[None] = ddp.no_sync()
+        return context
 
     @property
     def has_raised(self) -> bool:
@@ -453,85 +435,8 @@ class DDPHooks:
             not self._has_ended and ddp is not None and is_unfinished(ddp)
         )
 
-    def follow(self, params: Sequence[torch.Tensor]) -> None:
-        if any(map(operator.is_not, self._params, params)):
-            self._stop_watching()
-        self._params = params
-        self._index = {param: index for index, param in enumerate(params)}
-
-    def take(self, bucket: GradBucket) -> None:
-        """A bucket of DDP is full."""
-        if not self._reducer.is_active:
-            self._has_unsynced = False
-            try:
-                after_ddp(self._ended)
-                self._is_queued = True
-            except RuntimeError:  # no backward: this rank has joined
-                self._is_queued = False
-            self._enter()
-            self._reducer.share = 1 / self._divisor(is_active=self._is_queued)
-            self._reducer.begin(keeps_back=self._ddp_waits_for_joined())
-        params = bucket.parameters()
-        gradients = _as_laid_out(params, bucket.gradients())
-        # DDP also has what was frozen and is not ours.
-        indices = map(self._index.get, params)
-        ours = {i: grad for i, grad in zip(indices, gradients, strict=True) if i is not None}
-        for index, grad in self._reducer.laid_out(ours).items():
-            self._reducer.arrived(index, grad)
-        if bucket.is_last() and not self._is_queued and not self._reducer.keeps_back:
-            self._reducer.end(present=set())
-
-    def _ddp_waits_for_joined(self) -> bool:
-        """Whether DDP's own end of a backward waits for joined ranks.
-
-        Why that matters: to find unused parameters DDP asks all ranks, and joined ranks answer
-        when the hook has returned. If the hook waited for a bucket of a rank that waits for DDP,
-        neither would ever go on. So buckets are sent when DDP has finished.
-        """
-        ddp: Any = self._of_ddp()
-        return bool(ddp.find_unused_parameters and self._join.is_active)
-
-    def _finish_joined(self) -> None:
-        """DDP has finished a backward of the others, on a joined rank."""
-        if self._reducer.is_active and not self._is_queued:
-            self._reducer.end(present=set())
-
-    def _divisor(self, is_active: bool) -> int:
-        """The number of ranks to average over."""
-        ddp: Any = self._of_ddp()
-        if divides_by_all_ranks(ddp):
-            return self._rank_group.world_size
-        active = torch.tensor([int(is_active)], device=self._rank_group.control_device)
-        self._rank_group.total(active).wait()
-        return int(active)
-
-    def _ended(self) -> None:
-        self._is_queued, self._has_ended = False, True
-        present = set(self._reducer.left_in_params())  # what is not planned keeps what it has
-        self._reducer.end(present)
-        for index in present:
-            self._params[index].grad = None
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """In this context gradients stay on this rank, and accumulate."""
-        ddp: Any = self._of_ddp()
-        context: contextlib.AbstractContextManager[None] = ddp.no_sync()
-        return context
-
-    @property
-    def why_local(self) -> Local:
-        """Why a parameter has a gradient that the reducer has not taken."""
-        if self._has_unsynced:
-            return Local.NO_SYNC
-        reduced = reduced_parameters(self._of_ddp()) or self._trained
-        if not any(param.requires_grad for param in reduced):
-            return Local.NOT_IN_DDP
-        return Local.WRITTEN
-
     def reset(self) -> None:
-        """The gradients of all backwards so far are dropped."""
-        self._is_queued, self._has_ended = False, True
-        self._has_unsynced = False
+        self._is_queued, self._has_ended, self.has_unsynced = False, True, False
         if self._must_start_over:
             self.start_over()
 
@@ -545,17 +450,11 @@ class DDPHooks:
         if ddp is not None and not self._must_start_over:
             restart_reducer(ddp)
 
-    def _stop_watching(self) -> None:
-        for handle in self._accumulating.values():
-            handle.remove()
-        self._accumulating, self._were_trained = {}, []
-
-    def remove(self) -> None:
-        self._stop_watching()
-        self._handle.remove()
-        self._after_join_hook.remove()
-        if self._comm_hook.hooks is self:
-            self._comm_hook.hooks = None
+    @property
+    def reduces_nothing(self) -> bool:
+        """Whether no parameter whose gradients come here is trained."""
+        reduced = reduced_parameters(self._of_ddp()) or self._trained
+        return not any(param.requires_grad for param in reduced)
 
     @property
     def ddp_bytes(self) -> int:
@@ -566,11 +465,18 @@ class DDPHooks:
         trained = [param for param in self._params if param.requires_grad]
         return sum(param.numel() * param.element_size() for param in trained)
 
+    def remove(self) -> None:
+        for handle in (self._handle, self._join_hook, *self._accumulating.values()):
+            handle.remove()
+        self._accumulating = {}
+        if self._comm_hook.hooks is self:
+            self._comm_hook.hooks = None
+
 
 # -------------------------------------------------------------------------- lazy all-gathers
 
 
-class LazyGather:
+class LazyGather(_NotCopied):
     """Hooks on a module and its children that wait for all-gathers before a forward.
 
     The first forward is observed: a module whose own hook did not run in it is waited for by the
@@ -578,7 +484,6 @@ class LazyGather:
     """
 
     def __init__(self, module: torch.nn.Module, all_gathers: BucketQueue) -> None:
-        self._is_removed = False
         self._all_gathers = all_gathers
         self._own: dict[torch.nn.Module, set[int]] = {}  # buckets of each module's own parameters
         self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
@@ -588,26 +493,19 @@ class LazyGather:
         self._knows = False  # which modules' forwards are called
         self._root_has_waited = False  # for its buckets, since the last step
         self._root = module
-        self._handles: list[Any] = [
-            module.register_forward_hook(self._after_all, always_call=True),
-        ]
-        register: Any
+        self._handles: list[Any] = [module.register_forward_hook(self._after_all, always_call=True)]
+        each: Any
         for each in module.modules():
-            self._handles.append(each.register_forward_pre_hook(self._before, prepend=True))
-            for register in (
-                each.register_state_dict_pre_hook,
-                each.register_load_state_dict_pre_hook,
-            ):
-                self._handles.append(register(self._before_state_dict))
+            self._handles += [
+                each.register_forward_pre_hook(self._before, prepend=True),
+                each.register_state_dict_pre_hook(self._before_state_dict),
+                each.register_load_state_dict_pre_hook(self._before_state_dict),
+            ]
 
-    def follow(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+    def follow(self, buckets_of: Mapping[torch.Tensor, Sequence[int]]) -> None:
         """Learn which module needs which buckets."""
-        of_param: dict[torch.Tensor, list[int]] = {}
-        for bucket in range(len(plan.buckets)):
-            for segment in plan.segments(bucket):
-                of_param.setdefault(params[segment.param], []).append(bucket)
         self._own = {
-            module: {b for p in module.parameters(recurse=False) for b in of_param.get(p, ())}
+            module: {b for p in module.parameters(recurse=False) for b in buckets_of.get(p, ())}
             for module in self._root.modules()
         }
         self._knows = False
@@ -621,7 +519,7 @@ class LazyGather:
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         # A wait inside compiled code breaks its graph. So the root waits for modules that are
         # compiled, unless one was called uncompiled before: the root then leaves it to the module.
-        if self._is_removed or (
+        if self._is_copy or (
             torch.compiler.is_compiling()
             and self._root_has_waited
             and module is not self._root
@@ -643,7 +541,7 @@ class LazyGather:
 
     @disable_dynamo
     def _after_all(self, *_: Any) -> None:
-        if not self._is_removed and not self._knows:
+        if not self._is_copy and not self._knows:
             # A module that was not called once may be compiled: it never waits for itself.
             self._not_fired |= dict.fromkeys(self._own.keys() - self._fired)
             self._buckets = {
@@ -657,32 +555,17 @@ class LazyGather:
             self._knows = True
 
     def _before_state_dict(self, *_: Any) -> None:
-        if not self._is_removed:
+        if not self._is_copy:
             self._all_gathers.wait()
-
-    def __deepcopy__(self, _: Any) -> Any:
-        self._all_gathers.wait()
-        return _of_copied_module(LazyGather)
 
     def __reduce__(self) -> Any:
         self._all_gathers.wait()
-        return _of_copied_module, (LazyGather,)
+        return super().__reduce__()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         self._all_gathers.wait()
-
-
-def require_hookable(module: torch.nn.Module) -> None:
-    """Raise if hooks may not run, which ``lazy_gather`` needs."""
-    for each in module.modules():
-        if is_compiled(each):
-            raise ValueError(
-                "lazy_gather=True needs hooks, which compiled modules may ignore: leave it out, or "
-                "attach before torch.compile(...)"
-            )
 
 
 # -------------------------------------------------------------------------- steps inside backward
@@ -719,34 +602,6 @@ def hook_with_zero_step(
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
     """
     del shard_buckets
-    _require_partners(ddp, zero)
-    AfterJoinHook(ddp, zero._run_joined)
-
-    def step_after(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = hook(state, bucket)
-        # A joined rank is in no backward: it steps when DDP has finished.
-        if bucket.is_last() and in_backward():
-            after_ddp(zero._step_in_backward)
-        return future
-
-    # DDP looks at the annotations, and wants the classes themselves.
-    step_after.__annotations__.update(
-        {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    )
-    return step_after
-
-
-def hook_with_zero_step_interleaved(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: Any,
-    shard_buckets: bool = False,
-) -> Hook:
-    """The same as :func:`hook_with_zero_step`, whose all-gathers overlap the update already."""
-    return hook_with_zero_step(hook, ddp, zero, shard_buckets)
-
-
-def _require_partners(ddp: Any, zero: Any) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
     if not hasattr(zero, "_overlaps_with_ddp"):
@@ -755,9 +610,19 @@ def _require_partners(ddp: Any, zero: Any) -> None:
         raise ValueError(
             "the optimizer does not step inside backward: build it with overlap_with_ddp=True"
         )
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    if ranks != dist.get_process_group_ranks(zero.process_group):
-        raise ValueError(
-            f"the DDP module averages over ranks {ranks}, the optimizer is sharded over "
-            f"{dist.get_process_group_ranks(zero.process_group)}: give both the same process_group"
-        )
+    require_same_ranks(ddp, zero.process_group)
+    after_joined(ddp, zero._run_joined)
+
+    def step_after(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        # A joined rank is in no backward: it steps when DDP has finished.
+        if bucket.is_last() and in_backward():
+            after_ddp(zero._step_in_backward)
+        return future
+
+    step_after.__annotations__.update(_ANNOTATIONS)
+    return step_after
+
+
+# Its all-gathers overlap the update already.
+hook_with_zero_step_interleaved = hook_with_zero_step

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
@@ -27,13 +28,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from onecopy.comm.agreement import DIGEST_BYTES, RanksDisagree, difference
 from onecopy.comm.group import RankGroup
 from onecopy.comm.transfer import NotPlain, decode, encode, receive_tensors, send_tensors
-from onecopy.gradients.reducer import GradientsDropped
+from onecopy.gradients.reducer import GradientsDropped, in_form_of
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense
 from onecopy.planning.param_groups import grad_dtype
 from onecopy.planning.plan import Plan
 from onecopy.planning.text import name_ranks
 from onecopy.planning.traits import options_of
-from onecopy.torch_private import join_config, leave_join
+from onecopy.torch_private import join_config
 
 
 class Turn(enum.Enum):
@@ -44,9 +45,6 @@ class Turn(enum.Enum):
     INSPECT = b"l"  # a function of all gradients: norm, clipping, unscaling, a full gradient
     BACKWARD = b"b"  # of an attached bare module, of which nobody else tells the joined ranks
     JOINED = b"j"  # whatever the others do
-
-
-_TURNS = {turn.value for turn in Turn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,31 +92,25 @@ class JoinParticipant:
             assert optimizer is not None  # it takes the turns
             # Join calls the hook of the first joinable once for every turn, that of any other one
             # once per iteration.
-            is_first = join_config(optimizer).is_first_joinable
-            if is_first or join_round.turn in (Turn.STEP, Turn.SKIP):
+            if join_config(optimizer).is_first_joinable or join_round.turn in (
+                Turn.STEP,
+                Turn.SKIP,
+            ):
                 return
-
-    def leave(self) -> None:
-        """The context has ended: later steps communicate nothing for it."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            leave_join(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerJoinHook(JoinHook):
-    """For ``Join``: what an optimizer does on a joined rank, and when the context ends."""
+class JoinCallbacks(JoinHook):
+    """For ``Join``: what is done on a joined rank, and when the context ends."""
 
-    run_joined: Callable[[], None] | None
-    leave: Callable[[], None]
+    take_part: Callable[[], None]
+    leave: Callable[[bool], None]
 
     def main_hook(self) -> None:
-        if self.run_joined is not None:
-            self.run_joined()
+        self.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        del is_last_joiner
-        self.leave()
+        self.leave(is_last_joiner)
 
 
 def find_round(rank_group: RankGroup, mine: Turn) -> JoinRound | None:
@@ -126,12 +118,12 @@ def find_round(rank_group: RankGroup, mine: Turn) -> JoinRound | None:
     differ in what they are about to do, it is an error on all ranks. Collective."""
     # As long as the first message of anything else: gloo ends the process if lengths differ.
     said = rank_group.all_gather_bytes(mine.value.ljust(DIGEST_BYTES, b"\0"))
-    words = [message.rstrip(b"\0") for message in said]
-    if not all(word in _TURNS for word in words):
-        raise difference(rank_group, [f"inside Join: {mine.name}"])
     ranks: dict[Turn, list[int]] = {}
-    for rank, word in enumerate(words):
-        ranks.setdefault(Turn(word), []).append(rank)
+    try:
+        for rank, message in enumerate(said):
+            ranks.setdefault(Turn(message.rstrip(b"\0")), []).append(rank)
+    except ValueError:
+        raise difference(rank_group, [f"inside Join: {mine.name}"]) from None
     joined = tuple(ranks.pop(Turn.JOINED, ()))
     if len(ranks) > 1:
         views = "".join(f"\n  {name_ranks(who)}: {turn.name}" for turn, who in ranks.items())
@@ -179,15 +171,14 @@ def send_gradients(
     """On a joined rank: the gradients of its shards, in the plan's order. Elsewhere: None."""
     is_source = rank_group.rank == join_round.source
     planned = sorted(plan.params)
-    mine = "".join(_presence(params[index].grad) for index in planned)
-    presence = rank_group.broadcast_bytes(
-        mine.encode() if is_source else None, join_round.source
-    ).decode()
-    if _SPARSE in presence:
+    gradients = [params[index].grad for index in planned]
+    forms = [None if grad is None else grad.layout == torch.strided for grad in gradients]
+    is_dense_grad = broadcast_plain(rank_group, join_round, forms)
+    if False in is_dense_grad:
         raise ValueError(
             "uneven inputs (Join) with sparse gradients are not supported: use sparse=False"
         )
-    present = {index for index, mark in zip(planned, presence, strict=True) if mark == _DENSE}
+    present = set(itertools.compress(planned, is_dense_grad))
     if is_source:
         for rank in join_round.joined:
             flats = []
@@ -201,31 +192,18 @@ def send_gradients(
             send_tensors(rank_group, flats, rank)
     if rank_group.rank not in join_round.joined:
         return None
-    gradients: list[torch.Tensor | None] = []
+    flats = []
+    received: list[torch.Tensor | None] = []
     for shard in plan.shards(rank_group.rank):
-        param = params[shard.param]
-        dtype, device = grad_dtype(param), param.device
         if shard.param not in present:
-            gradients.append(None)
-        elif shard.param in plan.cut_params:
-            gradients.append(torch.empty(shard.numel, dtype=dtype, device=device))
-        elif is_dense(param):
-            stride = param.stride()
-            gradients.append(torch.empty_strided(param.shape, stride, dtype=dtype, device=device))
-        else:
-            gradients.append(torch.empty(param.shape, dtype=dtype, device=device))
-    flats = [flat_range(grad, 0, grad.numel()) for grad in gradients if grad is not None]
+            received.append(None)
+            continue
+        param = params[shard.param]
+        flat = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
+        flats.append(flat)
+        received.append(flat if shard.param in plan.cut_params else in_form_of(param, flat))
     receive_tensors(rank_group, {join_round.source: flats})
-    return gradients
-
-
-_NONE, _DENSE, _SPARSE = "n", "d", "s"
-
-
-def _presence(grad: torch.Tensor | None) -> str:
-    if grad is None:
-        return _NONE
-    return _DENSE if grad.layout == torch.strided else _SPARSE
+    return received
 
 
 def _encode_options(group: MutableMapping[str, Any]) -> dict[str, Any]:

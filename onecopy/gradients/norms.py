@@ -6,7 +6,6 @@ The functions are collective, and work on :class:`AveragedGradients`, which
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -38,31 +37,28 @@ class AveragedGradients:
     params: Sequence[torch.Tensor]
     master_dtype: torch.dtype | None
     present: Collection[int]  # the parameters that have a gradient; the same on all ranks
-    shards: Sequence[Shard]  # of this rank, in the order of the plan ...
-    gradients: Sequence[torch.Tensor | None]  # ... and the gradient of each
+    parts: Sequence[tuple[Shard, torch.Tensor]]  # of this rank, in the order of the plan
 
-    def dtype_of(self, index: int) -> torch.dtype:
-        """The dtype in which the ranks hold the gradient of a parameter."""
-        return gradient_dtype(self.params[index], self.master_dtype)
+    def dtypes(self) -> set[torch.dtype]:
+        """Those in which the ranks hold the gradients; real ones for complex gradients."""
+        params, master_dtype = self.params, self.master_dtype
+        return {gradient_dtype(params[index], master_dtype).to_real() for index in self.present}
 
     def by_dtype(self) -> Iterable[list[torch.Tensor]]:
         """The gradients of this rank in lists of one device and dtype. Complex ones are viewed as
         real: torch's kernels for scaling support real numbers only."""
         lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for grad in self.gradients:
-            if grad is not None and grad.numel():
-                real = torch.view_as_real(grad) if grad.is_complex() else grad
-                lists.setdefault((real.device, real.dtype), []).append(real)
+        for _, grad in self.parts:
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            lists.setdefault((real.device, real.dtype), []).append(real)
         return lists.values()
 
 
 def grad_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
     """The norm of all gradients, at least in float32: as narrow as narrow gradients, it would
     lose digits."""
-    dtypes = {held.dtype_of(index).to_real() for index in held.present}
-    return _total_norm(held, norm_type).to(
-        functools.reduce(torch.promote_types, dtypes, torch.float32)
-    )
+    dtype = functools.reduce(torch.promote_types, held.dtypes(), torch.float32)
+    return _total_norm(held, norm_type).to(dtype)
 
 
 @torch.no_grad()
@@ -85,8 +81,7 @@ def clip_grad_norm_(
 @torch.no_grad()
 def unscale_(held: AveragedGradients, inv_scale: float, allow_fp16: bool) -> torch.Tensor:
     """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN, else 0.0."""
-    dtypes = {held.dtype_of(index).to_real() for index in held.present}
-    if torch.float16 in dtypes and not allow_fp16:
+    if torch.float16 in held.dtypes() and not allow_fp16:
         raise ValueError(
             "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
             "the optimizer with master_dtype=torch.float32, or keep the parameters in float32 "
@@ -107,24 +102,21 @@ def full_grad(held: AveragedGradients, index: int) -> torch.Tensor | None:
     """The gradient of a parameter, on all ranks."""
     if index not in held.present:
         return None
-    param = held.params[index]
-    full = torch.empty_like(param, dtype=held.dtype_of(index))
+    param, plan = held.params[index], held.plan
+    full = torch.empty_like(param, dtype=gradient_dtype(param, held.master_dtype))
     full = full if is_dense(param) else full.contiguous()
-    for shard, grad in zip(held.shards, held.gradients, strict=True):
-        if shard.param == index and grad is not None:
+    for shard, grad in held.parts:
+        if shard.param == index:
             flat_range(full, shard.start, shard.stop).copy_(flat_range(grad, 0, grad.numel()))
-    plan = held.plan
-    shards = [
-        shard
+    parts = [
+        Part(shard.rank, flat_range(full, shard.start, shard.stop))
         for bucket in range(len(plan.buckets))
         if any(segment.param == index for segment in plan.segments(bucket))
         for rank in range(plan.world_size)
         for shard in plan.shards_in(bucket, rank)
         if shard.param == index and shard.numel
     ]
-    held.rank_group.broadcast_tensors(
-        [Part(shard.rank, flat_range(full, shard.start, shard.stop)) for shard in shards]
-    ).wait()
+    held.rank_group.broadcast_tensors(parts).wait()
     return full
 
 
@@ -149,42 +141,29 @@ def _total_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
     """
     device = held.rank_group.control_device
     rows = {index: row for row, index in enumerate(sorted(held.present))}
-    mine = [
-        (rows[shard.param], grad)
-        for shard, grad in zip(held.shards, held.gradients, strict=True)
-        if grad is not None and grad.numel()
-    ]
-    places = torch.tensor([row for row, _ in mine], dtype=torch.int64, device=device)
-    values = torch.zeros(len(mine), dtype=torch.float64, device=device)
-    if mine:
-        # Copied together: no norm is brought to the host by itself.
-        foreach_copy_(list(values.unbind()), _norms([grad for _, grad in mine], norm_type))
-    combine = _extremes if math.isinf(norm_type) else _sums_of_powers
-    norms = combine(held.rank_group, places, values, len(rows), norm_type)
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if rows else norms.sum()
+    # Why abs: torch warns about some norms of complex numbers.
+    sizes = [(s.param, grad.abs() if grad.is_complex() else grad) for s, grad in held.parts]
+    places: list[int] = []
+    norms: list[torch.Tensor] = []
+    # 16-bit tensors in float32. Why: in its own dtype the norm of one has three digits, and in
+    # float16 it is infinite above 65,504. With parts of a parameter on several ranks, the error
+    # would depend on their number.
+    for is_narrow in (False, True):
+        chosen = [(i, size) for i, size in sizes if (size.dtype.itemsize < 4) is is_narrow]
+        if chosen:
+            places += [rows[index] for index, _ in chosen]
+            dtype = torch.float32 if is_narrow else None
+            norms += foreach_norm([size for _, size in chosen], norm_type, dtype)
+    values = torch.zeros(len(norms), dtype=torch.float64, device=device)
+    if norms:  # copied together: no norm is brought to the host by itself
+        foreach_copy_(list(values.unbind()), norms)
+    at = torch.tensor(places, dtype=torch.int64, device=device)
+    whole = _norms_of_params(held.rank_group, at, values, len(rows), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(whole, norm_type) if rows else whole.sum()
     return total
 
 
-def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each tensor, of 16-bit ones in float32.
-
-    Why: the norm of a 16-bit tensor in its own dtype has three digits, and in float16 it is
-    infinite above 65,504. With parts of a parameter on several ranks, the error would depend on
-    their number.
-    """
-    # Why abs: torch warns about some norms of complex numbers.
-    sizes = [grad.abs() if grad.is_complex() else grad for grad in gradients]
-    found: dict[int, torch.Tensor] = {}
-    for is_narrow in (False, True):
-        chosen = [i for i, size in enumerate(sizes) if (size.dtype.itemsize < 4) is is_narrow]
-        if chosen:
-            dtype = torch.float32 if is_narrow else None
-            norms = foreach_norm([sizes[i] for i in chosen], norm_type, dtype)
-            found.update(zip(chosen, norms, strict=True))
-    return [found[i] for i in range(len(sizes))]
-
-
-def _sums_of_powers(
+def _norms_of_params(
     rank_group: RankGroup,
     places: torch.Tensor,
     values: torch.Tensor,
@@ -192,33 +171,23 @@ def _sums_of_powers(
     norm_type: float,
 ) -> torch.Tensor:
     """The norms of whole parameters from those of their shards."""
-    exponent = norm_type or 1.0  # a norm of type zero is a number of elements
-    parts = values.new_zeros(count).index_add_(0, places, values**exponent)
-    rank_group.total(parts).wait()
-    norms: torch.Tensor = parts ** (1 / exponent)
-    return norms
-
-
-def _extremes(
-    rank_group: RankGroup,
-    places: torch.Tensor,
-    values: torch.Tensor,
-    count: int,
-    norm_type: float,
-) -> torch.Tensor:
-    """The same for the types inf and -inf.
-
-    A maximum over the ranks may lose a NaN, and not on all of them alike: it has a row of its own.
-    """
+    norms: torch.Tensor
+    if not math.isinf(norm_type):
+        exponent = norm_type or 1.0  # a norm of type zero is a number of elements
+        parts = values.new_zeros(count).index_add_(0, places, values**exponent)
+        rank_group.total(parts).wait()
+        norms = parts ** (1 / exponent)
+        return norms
     sign = 1.0 if norm_type > 0 else -1.0  # a minimum is the maximum of the negatives
     of_nothing = 0.0 if sign > 0 else -math.inf
+    # A maximum over the ranks may lose a NaN, and not on all alike: it has a row of its own.
     is_nan = values.isnan()
     parts = values.new_zeros((2, count))
     parts[0] = of_nothing
     parts[0].scatter_reduce_(0, places, (sign * values).masked_fill(is_nan, of_nothing), "amax")
     parts[1].scatter_reduce_(0, places, is_nan.to(parts.dtype), "amax")
     rank_group.maximum(parts).wait()
-    norms: torch.Tensor = (sign * parts[0]).masked_fill(parts[1] > 0, math.nan)
+    norms = (sign * parts[0]).masked_fill(parts[1] > 0, math.nan)
     return norms
 
 
@@ -248,9 +217,11 @@ class GradScaler(GradScalerBase):
         if not is_ours or not self.is_enabled():  # switched off, it skips no steps
             return super().step(optimizer, *args, **kwargs)
         ours: Any = optimizer
-        attachment, steps = ours._attachment, ours._steps
-        with contextlib.nullcontext() if attachment is None else attachment.scaled():
+        steps, ours._is_scaled = ours._steps, True
+        try:
             result = super().step(optimizer, *args, **kwargs)
+        finally:
+            ours._is_scaled = False
         if ours._steps == steps:
             ours._skip_step()
         return result

@@ -117,7 +117,7 @@ def test_parts_of_any_size_are_exchanged_at_once(world: World, partition: str) -
             )
             optimizer.attach(params)
             sum((p * torch.randn_like(p)).sum() for p in params).backward()
-            reducer_of(optimizer).wait()
+            reducer_of(optimizer).gradients()
         found.append(slots(optimizer))
     uneven = [b for b in range(len(found[0])) if not plan_of(optimizer).has_equal_slots(b)]
     assert uneven
@@ -142,7 +142,7 @@ def test_narrow_gradients_are_summed_in_the_dtype_they_are_held_in(world: World,
         # 1 + 1/256 is rounded to 1 in bfloat16.
         share = world.size * (1.0 if world.rank == 0 else 2**-8)
         (param * share).sum().backward()
-        reducer_of(optimizer).wait()
+        reducer_of(optimizer).gradients()
     [slot] = slots(optimizer)
     assert torch.equal(slot, torch.full_like(slot, 1 + (world.size - 1) * 2**-8))
 

@@ -170,7 +170,7 @@ def prepare_fills(
 ) -> None:
     """Let a bucket that no reducer knows be filled in this staging."""
     bucket.send = interface.Buffer(staging)
-    bucket.fills = tuple(reducer._fills(bucket.layout.segments(), params, staging))
+    bucket.fills = reducer._fills(bucket.layout.segments(), params, staging)
 
 
 class Pending(gloo._Operation):
@@ -252,9 +252,7 @@ def held_gradients(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor | No
     else ``param.grad`` of all parameters."""
     if not is_attached(optimizer):
         return [param.grad for param in params_of(optimizer)]
-    reducer = reducer_of(optimizer)
-    reducer.wait()
-    return reducer.gradients()
+    return reducer_of(optimizer).gradients()
 
 
 def hooked_for_no_sync(optimizer: ZeroRedundancyOptimizer) -> set[int]:
