@@ -36,20 +36,20 @@ from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
 from onecopy.checkpoint.save import MARK, classes_of, digest
 from onecopy.checkpoint.state import (
     BY_INDEX,
+    States,
     StateShard,
     StateView,
     adopt,
     collect,
     describe_names,
     dotted,
-    drop_state,
-    states_of_frozen,
-    uninitialized,
+    leaves_of,
+    states_of,
+    without_uninitialized,
 )
+from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.transfer import Path as Steps
-from onecopy.comm.transfer import encode
 from onecopy.planning.layout import Chunk
 from onecopy.planning.param_groups import MASTER, GroupPolicy
 from onecopy.planning.traits import is_torch_class, options_of
@@ -486,9 +486,9 @@ def require_all_in(view: StateView, saved: Sequence[Mapping[str, Any]]) -> None:
 
 def _written(options: Mapping[str, Any]) -> str:
     """Options as text, by which they can be compared whatever they are."""
-    tensors: list[torch.Tensor] = []
-    encoded = encode(dict(sorted(options.items())), tensors)
-    return json.dumps([encoded, [tensor.tolist() for tensor in tensors]])
+    leaves = leaves_of(dict(sorted(options.items())), "a group").items()
+    values = ((path, v.tolist() if isinstance(v, torch.Tensor) else v) for path, v in leaves)
+    return json.dumps([(path, type(value).__name__, value) for path, value in values])
 
 
 def _as_in(like: Any, value: Any) -> Any:
@@ -531,9 +531,10 @@ def agree_on_shards(
         return describe_names(view.registry, view.names)
 
     same_outcome(rank_group, "loading a checkpoint", prepare)
-    known = drop_state(view, shards, uninitialized(view, shards, rank_group))
-    loadable = Loadable(states_of_frozen(view, known), {}, options, known)
-    return with_ranks_told(rank_group, loadable)
+    states, params = states_of(shards), view.registry.params
+    frozen = {params[key]: states.pop(key) for key in list(states) if isinstance(key, int)}
+    cut = without_uninitialized(view, states, rank_group)
+    return with_ranks_told(rank_group, Loadable(options, frozen, cut, {}))
 
 
 def load_checkpoint(
@@ -557,7 +558,7 @@ def load_checkpoint(
     options: list[dict[str, Any]] = []
     not_begun: set[str] | None = None
     read: list[StateShard] = []
-    kept: list[StateShard] = []
+    kept: States = {}
 
     def read_mine() -> LoadReport:
         nonlocal view, options, not_begun, read, kept
@@ -628,17 +629,14 @@ def load_checkpoint(
 
     report = LoadReport(*map(tuple, same_outcome(exchange, exchange.doing, read_mine, decide)))
     assert view is not None
-    if not_begun is None:
-        not_begun = uninitialized(view, read, rank_group)
-    shards = [*drop_state(view, read, not_begun), *kept]
-    loadable = Loadable({}, {}, options, shards)
+    states = {**without_uninitialized(view, states_of(read), rank_group, not_begun), **kept}
 
     def give() -> list[str]:
-        adopt(sharded_params.inner, shards, options)
+        adopt(sharded_params.inner, states, options)
         return []
 
     same_outcome(rank_group, f"loading {directory}", give)
-    return loadable, report
+    return Loadable(options, {}, states, {}), report
 
 
 def _with_state(
@@ -698,18 +696,16 @@ def _read(
     return found
 
 
-def _kept(view: StateView, unfit: Container[str]) -> list[StateShard]:
+def _kept(view: StateView, unfit: Container[str]) -> States:
     """The live state and the master copies of parameters that do not fit."""
-    found = []
+    found = {}
     for owned in view.local.shards:
         if view.names[owned.shard.param] in unfit:
             state = dict(view.local.state.get(owned.tensor, {}))
             if owned.has_master:
                 state[MASTER] = owned.tensor.detach().clone()
-            found += [
-                StateShard(owned.shard.param, (key,), value, owned=owned)
-                for key, value in state.items()
-            ]
+            if state:
+                found[owned] = state
     return found
 
 

@@ -44,9 +44,9 @@ from onecopy.checkpoint.state import (
     dotted,
     names_without_state,
 )
+from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.transfer import Path as Steps
 from onecopy.planning.traits import class_name
 from onecopy.version import __version__
 
