@@ -12,8 +12,8 @@ that fails has changed nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from onecopy.checkpoint.state import (
 )
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
+from onecopy.planning.layout import Chunk
 from onecopy.planning.param_groups import MASTER
 from onecopy.planning.traits import options_of, tensors_in
 
@@ -88,10 +89,9 @@ class ChunkTensor(torch.Tensor):
         offsets = tuple(index.offset or ())
         if self.incoming is not None:
             self.arrived.add(offsets)
-        for shard in self.loaded():
-            for chunk, view in shard.chunks():
-                if chunk.offsets == offsets:
-                    return view
+        for chunk, view in _chunks_of(self.loaded()):
+            if chunk.offsets == offsets:
+                return view
         raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank")
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -99,8 +99,7 @@ class ChunkTensor(torch.Tensor):
 
         return [
             ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            for shard in self.shards
-            for chunk, _ in shard.chunks()
+            for chunk, _ in _chunks_of(self.shards)
         ]
 
     # ------------------------------------------------------------------ what was read
@@ -119,8 +118,7 @@ class ChunkTensor(torch.Tensor):
     def is_complete(self) -> bool:
         if self.incoming is None or not self.numel():
             return True
-        chunks = [chunk for shard in self.shards for chunk, _ in shard.chunks()]
-        return self.arrived == {chunk.offsets for chunk in chunks}
+        return self.arrived == {chunk.offsets for chunk, _ in _chunks_of(self.shards)}
 
     # ------------------------------------------------------------------ and nothing else
 
@@ -130,7 +128,7 @@ class ChunkTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         first = self.shards[0]
-        chunks = [(chunk.offsets, chunk.sizes) for s in self.shards for chunk, _ in s.chunks()]
+        chunks = [(chunk.offsets, chunk.sizes) for chunk, _ in _chunks_of(self.shards)]
         return f"ChunkTensor({first.shape}, {first.data.dtype}, chunks={chunks})"
 
     @classmethod
@@ -144,6 +142,10 @@ class ChunkTensor(torch.Tensor):
                 "dcp.load only. For values use optimizer.consolidate_state_dict()"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _chunks_of(shards: Sequence[StateShard]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    return (part for shard in shards for part in shard.chunks())
 
 
 def _outside(shape: Sequence[int], dtype: torch.dtype) -> ChunkTensor:
@@ -176,51 +178,38 @@ _STAGING: dict[str, Callable[..., Any]] = {
 }
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ShardedState:
-    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``.
+    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``."""
 
-    Args:
-        prepare: brings the state up to date for what is named, after checks. Collective.
-        view: of the live state, and to compare with what was read.
-        adopt: takes the shards, the saved groups, and names of parameters that were not covered.
-        flatten: one key per value, as with ``flatten_optimizer_state_dict=True``.
-    """
-
-    def __init__(
-        self,
-        rank_group: RankGroup,
-        prepare: Callable[[str], None],
-        view: Callable[[], StateView],
-        adopt: Callable[[StateView, list[StateShard], list[dict[str, Any]], list[str]], None],
-        flatten: bool,
-    ) -> None:
-        self._rank_group = rank_group
-        self._prepare = prepare
-        self._view = view
-        self._adopt = adopt
-        self._flatten = flatten
+    rank_group: RankGroup
+    prepare: Callable[[str], None]  # brings the state up to date, after checks. Collective
+    view: Callable[[], StateView]  # of the live state
+    # Takes the shards, the saved groups, and the names of parameters that were not covered.
+    adopt: Callable[[StateView, list[StateShard], list[dict[str, Any]], list[str]], None]
+    flatten: bool  # one key per value, as with ``flatten_optimizer_state_dict=True``
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, and a form to load into; DCP asks for it in both cases. Collective: a rank
         that cannot show its share tells all."""
         doing, tree = "showing the state for a checkpoint", dict[str, Any]()
-        self._prepare(doing)
+        self.prepare(doing)
 
         def show() -> list[str]:
-            view = self._view()
-            by_param = _by_param(collect(view)).items()
+            view = self.view()
+            by_param = _grouped(collect(view), "param").items()
             tree["state"] = {view.names[index]: _as_tree(shards) for index, shards in by_param}
             tree["param_groups"] = [_as_tree(options) for options in collect_groups(view)]
             return describe_names(view.registry, view.names)
 
-        same_outcome(self._rank_group, doing, show)
-        return flattened(tree) if self._flatten else tree
+        same_outcome(self.rank_group, doing, show)
+        return flattened(tree) if self.flatten else tree
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what DCP has read. If it is refused, nothing has changed."""
-        view = self._view()
-        expected = _by_param(collect(view))
-        tree = unflattened(state_dict, view, expected) if self._flatten else state_dict
+        view = self.view()
+        expected = _grouped(collect(view), "param")
+        tree = unflattened(state_dict, view, expected) if self.flatten else state_dict
         for name, state in tree["state"].items():
             if not all(isinstance(tensor, ChunkTensor) for tensor in tensors_in(state)):
                 raise ValueError(  # they may be whole
@@ -240,24 +229,21 @@ class ShardedState:
             leaves = leaves_of(group, "a group").items()
             chunks = {path: leaf for path, leaf in leaves if isinstance(leaf, ChunkTensor)}
             groups.append(rebuild(group, {p: c.loaded()[0].data for p, c in chunks.items()}))
-        self._adopt(view, read, groups, sorted(incomplete))
+        self.adopt(view, read, groups, sorted(incomplete))
 
 
-def _by_param(shards: Sequence[StateShard]) -> dict[int, list[StateShard]]:
-    found: dict[int, list[StateShard]] = {}
+def _grouped(shards: Iterable[StateShard], by: str) -> dict[Any, list[StateShard]]:
+    found: dict[Any, list[StateShard]] = {}
     for shard in shards:
-        found.setdefault(shard.param, []).append(shard)
+        found.setdefault(getattr(shard, by), []).append(shard)
     return found
 
 
 def _as_tree(shards: Sequence[StateShard]) -> Any:
     """The state of a parameter, or the options of a group, as DCP sees them."""
-    by_path: dict[Path, list[StateShard]] = {}
-    for shard in shards:
-        by_path.setdefault(shard.path, []).append(shard)
     leaves = {
         path: ChunkTensor.of(same) if same[0].is_tensor else same[0].data
-        for path, same in by_path.items()
+        for path, same in _grouped(shards, "path").items()
     }
     return rebuild(shards[0].tree, leaves, as_saved=True)
 

@@ -163,10 +163,10 @@ def _state_outside_the_plan(sharded_params: ShardedParams, groups: Groups) -> Fu
     """
     inner, registry = sharded_params.inner, sharded_params.registry
     found: FullState = {}
-    frozen = [registry.entries[index] for index in registry.unplanned(sharded_params.plan)]
-    for number, (group, policy) in enumerate(zip(groups, registry.policies, strict=True)):
-        params = [entry.param for entry in frozen if entry.group == number]
-        found.update(inner.constructor_state(policy.optimizer_class, group, params))
+    frozen = {registry.params[index] for index in registry.unplanned(sharded_params.plan)}
+    for group, policy in zip(groups, registry.policies, strict=True):
+        params = [param for param in group["params"] if param in frozen]
+        found |= inner.constructor_state(policy.optimizer_class, group, params)
     for each in inner.inners:
         of_class = each.optimizer.state.items()
         found.update({key: held for key, held in of_class if not isinstance(key, torch.Tensor)})
@@ -327,21 +327,18 @@ def sample_lines(
     for param, name in zip(params, names, strict=True):
         for key, value in loadable.whole.get(param, {}).items():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                numbers = ", ".join(f"{number:.9g}" for number in _sample(value))
+                # Evenly spread, without a copy of the rest.
+                found = torch.view_as_real(value) if value.is_complex() else value
+                if found.dim():
+                    count, numel = min(_SAMPLED, found.numel()), found.numel()
+                    places = torch.arange(count, device=found.device) * (numel // max(1, count))
+                    found = found[torch.unravel_index(places, found.shape)]
+                sample = found.detach().flatten().double().tolist()
+                numbers = ", ".join(f"{number:.9g}" for number in sample)
                 lines.append(f"{name}: loaded {key} of shape {tuple(value.shape)}: {numbers}")
             elif isinstance(value, (bool, int, float)):
                 lines.append(f"{name}: loaded {key} = {shown(value)}")
     return lines
-
-
-def _sample(tensor: torch.Tensor) -> list[float]:
-    """Some elements, evenly spread, without a copy of the rest."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    count = min(_SAMPLED, values.numel())
-    places = torch.arange(count, device=values.device) * max(1, values.numel() // max(1, count))
-    found = values[torch.unravel_index(places, values.shape)] if values.dim() else values
-    numbers: list[float] = found.detach().flatten().double().tolist()
-    return numbers
 
 
 # -------------------------------------------------------------------------- loading
@@ -376,16 +373,13 @@ def _rehearse(sharded_params: ShardedParams, inner: Inner, loadable: Loadable) -
     cls, local = type(inner.optimizer), sharded_params.inner
     if not (loadable.whole and is_torch_class(class_name(cls))):
         return
-    groups: dict[int, dict[str, Any]] = {
-        number: {**options_of(inner_group), "params": []}
-        for number, inner_group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
-    }
+    params: dict[int, list[torch.Tensor]] = {number: [] for number in inner.groups}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for entry in sharded_params.registry.entries:
-        if entry.group in groups and entry.param in loadable.whole:
+        if entry.group in params and entry.param in loadable.whole:
             dtype = update_dtype(entry.param.dtype, local.master_dtype)
             empty = _without_elements(entry.param, dtype)
-            groups[entry.group]["params"].append(empty)
+            params[entry.group].append(empty)
             states[empty] = {
                 key: _without_elements(value, value.dtype)
                 if isinstance(value, torch.Tensor) and value.dim()
@@ -393,15 +387,13 @@ def _rehearse(sharded_params: ShardedParams, inner: Inner, loadable: Loadable) -
                 for key, value in loadable.whole[entry.param].items()
                 if key != MASTER
             }
+    numbered = zip(inner.groups, inner.optimizer.param_groups, strict=True)
+    groups = [{**options_of(group), "params": params[number]} for number, group in numbered]
     try:
-        stand_in = local.construct(cls, list(groups.values()))
+        stand_in = local.construct(cls, groups)
     except Exception:  # a class that takes no such tensors
         return
-    saved = [
-        {**options_of(loadable.groups[number]), "params": group["params"]}
-        for number, group in zip(inner.groups, stand_in.param_groups, strict=True)
-    ]
-    load_into(stand_in, as_plain_dict(states, saved))
+    load_into(stand_in, states, [loadable.groups[number] for number in inner.groups])
 
 
 def _without_elements(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -315,7 +315,9 @@ def match(
     mismatched: set[str] = set()
     known, listed = set(view.names), {name for group in saved.groups for name in group["params"]}
     unfit = known - listed
-    expected: dict[str, dict[str, StateShard]] = {name: {} for name in view.names_owned()}
+    expected: dict[str, dict[str, StateShard]] = {
+        view.names[owned.shard.param]: {} for owned in view.local.shards
+    }
     for shard in shards:
         expected.setdefault(view.names[shard.param], {})[dotted(shard.path)] = shard
     dtypes = {

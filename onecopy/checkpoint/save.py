@@ -42,7 +42,6 @@ from onecopy.checkpoint.state import (
     collect_groups,
     describe_names,
     dotted,
-    names_without_state,
 )
 from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
@@ -121,7 +120,8 @@ def _save(
                     bar.add(entry.place.length)
                     exchange.beat()
         sync_directory(directory)
-        return written, names_without_state(view)
+        new = (owned for owned in view.local.shards if not view.local.state.get(owned.tensor))
+        return written, list({view.names[owned.shard.param] for owned in new})
 
     cause: Exception | None = None
 

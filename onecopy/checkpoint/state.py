@@ -112,11 +112,6 @@ class StateView:
         entries = zip(self.names, self.registry.entries, strict=True)
         return [name for name, entry in entries if entry.group == number]
 
-    def names_owned(self) -> list[str]:
-        """The parameters of which this rank owns shards."""
-        params = self.registry.params
-        return [self.names[i] for i in sorted(self.plan.params) if self.local.of(params[i])]
-
     def template(self, index: int) -> StateTemplate:
         """Of the state of a parameter: its class, with the options of its group."""
         number = self.registry.entries[index].group
@@ -350,16 +345,6 @@ def _first_shards(view: StateView, owned: OwnedShard) -> list[StateShard]:
     return found
 
 
-def names_without_state(view: StateView) -> list[str]:
-    """The parameters of which this rank owns shards without state."""
-    state, params = view.local.state, view.registry.params
-    return [
-        view.names[index]
-        for index in sorted(view.plan.params)
-        if any(not state.get(owned.tensor) for owned in view.local.of(params[index]))
-    ]
-
-
 _EXISTED, _UNKNOWN, _NOT_YET = range(3)  # of a state, when it was saved
 
 
@@ -457,16 +442,23 @@ def adopt(
         if state.keys() != {MASTER}
     }
     for inner in local.inners:
-        groups = [
-            {**options_of(options[number]), "params": group["params"]}
-            for number, group in zip(inner.groups, inner.optimizer.param_groups, strict=True)
-        ]
-        tensors = [tensor for group in groups for tensor in group["params"]]
-        own = {tensor: by_tensor[tensor] for tensor in tensors if tensor in by_tensor}
-        load_into(inner.optimizer, as_plain_dict({**own, **copied(common or {})}, groups))
+        load_into(inner.optimizer, by_tensor, [options[n] for n in inner.groups], common)
 
 
-def load_into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def load_into(
+    optimizer: Optimizer,
+    states: Mapping[torch.Tensor, Mapping[Any, Any]],
+    options: Sequence[Mapping[str, Any]],
+    common: Mapping[Any, Any] | None = None,
+) -> None:
+    """Give an optimizer the states of its parameters, and options by group."""
+    groups = [
+        {**options_of(given), "params": group["params"]}
+        for given, group in zip(options, optimizer.param_groups, strict=True)
+    ]
+    params = [param for group in groups for param in group["params"]]
+    own = {param: states[param] for param in params if param in states}
+    state_dict = as_plain_dict({**own, **copied(common or {})}, groups)
     try:
         optimizer.load_state_dict(state_dict)
     except RecursionError as error:  # classes walk through what they are given
