@@ -251,15 +251,12 @@ def _as_tree(shards: Sequence[StateShard]) -> Any:
 def _read(shards: Sequence[StateShard], leaves: dict[Path, Any]) -> list[StateShard] | None:
     """The shards of a parameter with what DCP has read for them; None if a part was not read. If
     nothing of it was asked for, they are as they were shown."""
-    asked = {
-        path
-        for path, leaf in leaves.items()
-        if isinstance(leaf, ChunkTensor) and leaf.incoming is not None
-    }
+    chunks = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor)}
+    asked = {path for path, tensor in chunks.items() if tensor.incoming is not None}
     # A checkpoint may lack master copies (``allow_partial_load``): they can be made anew.
     if asked and (MASTER,) not in asked:
         leaves.pop((MASTER,), None)
-    chunks = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor)}
+        chunks.pop((MASTER,), None)
     is_complete = (
         all(shard.path in leaves or shard.is_master for shard in shards)
         and (not asked or asked == chunks.keys())

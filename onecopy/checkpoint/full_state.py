@@ -33,7 +33,6 @@ from onecopy.comm.group import RankGroup, bytes_from_tensor, tensor_from_bytes
 from onecopy.comm.transfer import Form, decode, encode, receive_tensors, send_tensors
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense
 from onecopy.planning.param_groups import MASTER, check_names, update_dtype
-from onecopy.planning.plan import Plan
 from onecopy.planning.text import shown
 from onecopy.planning.traits import class_name, is_torch_class, options_of
 from onecopy.sharding.inner import Inner, InnerOptimizers
@@ -69,7 +68,6 @@ def consolidate(
         send_tensors(rank_group, [tensor_from_bytes(manifest)], to)
         send_tensors(rank_group, flats, to)
         return None
-    params = sharded_params.registry.params
     states: dict[int, dict[Any, Any]] = {}
     incoming: dict[int, list[torch.Tensor]] = {}
     for rank, length in enumerate(lengths):
@@ -79,7 +77,7 @@ def consolidate(
             received = torch.empty(count, dtype=torch.uint8, device="cpu")
             receive_tensors(rank_group, {rank: [received]})
             theirs = bytes_from_tensor(received)
-        incoming[rank] = _make_room(sharded_params.plan, params, states, rank, theirs)
+        incoming[rank] = _make_room(sharded_params, states, rank, theirs)
     mine = incoming.pop(to)
 
     def copy_mine() -> None:
@@ -87,6 +85,7 @@ def consolidate(
             target.copy_(source)
 
     receive_tensors(rank_group, incoming, meanwhile=copy_mine)
+    params = sharded_params.registry.params
     trained = {params[index]: states[index] for index in sorted(states)}
     return {**trained, **_state_outside_the_plan(sharded_params, groups)}
 
@@ -114,14 +113,10 @@ def _manifest(local: InnerOptimizers) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _make_room(
-    plan: Plan,
-    params: Sequence[torch.Tensor],
-    states: dict[int, dict[Any, Any]],
-    rank: int,
-    manifest: bytes,
+    sharded_params: ShardedParams, states: dict[int, dict[Any, Any]], rank: int, manifest: bytes
 ) -> list[torch.Tensor]:
     """Extend ``states`` by what a rank holds; the 1-D runs in it that this rank's tensors fill."""
-    targets: list[torch.Tensor] = []
+    plan, targets = sharded_params.plan, list[torch.Tensor]()
     kinds, kind_of = json.loads(manifest)
     for shard, number in zip(plan.shards(rank), kind_of, strict=True):
         skeleton, forms = kinds[number]
@@ -136,7 +131,8 @@ def _make_room(
             continue
         # Tensors as long as the shard are parts of one of the parameter's shape; others are equal
         # in all shards, and the first is kept.
-        state, param = states.setdefault(shard.param, {}), params[shard.param]
+        state = states.setdefault(shard.param, {})
+        param = sharded_params.registry.params[shard.param]
         for key, value in held.items():
             if not (isinstance(value, torch.Tensor) and value.shape == (shard.numel,)):
                 state.setdefault(key, value)
@@ -407,9 +403,8 @@ def with_ranks_told(rank_group: RankGroup, loadable: Loadable) -> Loadable:
     has_state = bool(loadable.whole) or any(
         state.keys() - {MASTER} for state in loadable.cut.values()
     )
-    found = torch.tensor([int(lacks), int(has_state)], device=rank_group.control_device)
-    rank_group.maximum(found).wait()
-    lacks, has_state = map(bool, found.tolist())
+    of_ranks = rank_group.all_gather_bytes(bytes([lacks, has_state]))
+    lacks, has_state = (any(column) for column in zip(*of_ranks, strict=True))
     return replace(loadable, lacks_masters=lacks, is_empty=not has_state)
 
 

@@ -345,9 +345,6 @@ def _first_shards(view: StateView, owned: OwnedShard) -> list[StateShard]:
     return found
 
 
-_EXISTED, _UNKNOWN, _NOT_YET = range(3)  # of a state, when it was saved
-
-
 def without_uninitialized(
     view: StateView,
     states: Mapping[Any, Mapping[Any, Any]],
@@ -361,17 +358,18 @@ def without_uninitialized(
     A parameter without elements is as the others of its group.
     """
     if names is None:
-        mine = torch.full((len(view.names),), _NOT_YET, dtype=torch.int64, device="cpu")
+        mine = torch.ones(len(view.names), dtype=torch.int64, device="cpu")
         for owned, state in states.items():
             index = owned.shard.param
-            mine[index] = min(int(mine[index]), _existed(state, view.template(index)))
+            if _existed(state, view.template(index)):
+                mine[index] = 0
         least, _ = rank_group.minimum_and_maximum(mine)
         entries = list(zip(view.names, view.registry.entries, least.tolist(), strict=True))
-        begun = {entry.group for _, entry, answer in entries if answer == _EXISTED}
+        begun = {entry.group for _, entry, is_new in entries if not is_new and entry.param.numel()}
         names = {
             name
-            for name, entry, answer in entries
-            if answer == _NOT_YET or (answer == _UNKNOWN and entry.group not in begun)
+            for name, entry, is_new in entries
+            if (is_new if entry.param.numel() else entry.group not in begun)
         }
     found = {}
     for owned, state in states.items():
@@ -382,24 +380,20 @@ def without_uninitialized(
     return found
 
 
-def _existed(state: Mapping[Any, Any], template: StateTemplate) -> int:
+def _existed(state: Mapping[Any, Any], template: StateTemplate) -> bool:
     marks = [
         tensor
         for key, value in state.items()
         if key != MASTER and template.is_marked(str(key))
         for tensor in tensors_in(value)
-        if tensor.is_floating_point()
+        if tensor.is_floating_point() and tensor.numel()
     ]
-    with_elements = [mark for mark in marks if mark.numel()]
-    if marks and not with_elements:
-        return _UNKNOWN
     # The first elements tell in nearly all cases, without reading everything.
-    is_marked = all(
+    return not marks or not all(
         bool(((part == 0) & torch.signbit(part)).all())
-        for mark in with_elements
+        for mark in marks
         for part in (mark.flatten()[:1], mark)
     )
-    return _NOT_YET if with_elements and is_marked else _EXISTED
 
 
 # -------------------------------------------------------------------------- giving back
@@ -427,15 +421,9 @@ def adopt(
     options: Sequence[Mapping[str, Any]],
     common: Mapping[Any, Any] | None = None,
 ) -> None:
-    """Give the inner optimizers their state, through ``load_state_dict`` of the class.
-
-    Master copies are left out.
-
-    Args:
-        states: ours to keep.
-        options: by group.
-        common: what a class keeps under keys that are no parameter's.
-    """
+    """Give the inner optimizers these states to keep, and options by group, through
+    ``load_state_dict`` of the class. Master copies are left out. ``common`` is what a class keeps
+    under keys that are no parameter's."""
     by_tensor = {
         owned.tensor: {key: value for key, value in state.items() if key != MASTER}
         for owned, state in states.items()
