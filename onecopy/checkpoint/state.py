@@ -31,7 +31,6 @@ from onecopy.planning.traits import (
     class_name,
     is_per_element,
     is_torch_class,
-    number_at_start,
     options_of,
     tensors_in,
 )
@@ -334,11 +333,12 @@ def _first_shards(view: StateView, owned: OwnedShard) -> list[StateShard]:
     found = []
     for shard in _shards_of(view, owned, state):
         data = shard.data
-        if not shard.is_tensor:
-            data = number_at_start(data)
-        elif not shard.is_master:
+        if type(data) in (int, float):
+            data = type(data)(0)
+        elif shard.is_tensor and not shard.is_master:
             is_integer = not (data.is_floating_point() or data.is_complex())
-            start = 0 if is_integer else template.start_of(str(shard.path[0]))
+            known = template.start_of(str(shard.path[0]))
+            start = 0 if is_integer else -0.0 if known is None else known
             device = tensor.device if data.is_meta else data.device
             data = torch.tensor(start, dtype=data.dtype, device=device).expand(data.shape)
         found.append(replace(shard, data=data))
@@ -384,7 +384,7 @@ def _existed(state: Mapping[Any, Any], template: StateTemplate) -> bool:
     marks = [
         tensor
         for key, value in state.items()
-        if key != MASTER and template.is_marked(str(key))
+        if key != MASTER and template.start_of(str(key)) is None
         for tensor in tensors_in(value)
         if tensor.is_floating_point() and tensor.numel()
     ]
