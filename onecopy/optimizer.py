@@ -46,16 +46,16 @@ from onecopy.checkpoint.load import (
     agree_on_shards,
     load_checkpoint,
 )
-from onecopy.checkpoint.save import require_name, save_checkpoint
+from onecopy.checkpoint.metadata import require_name
+from onecopy.checkpoint.save import save_checkpoint
 from onecopy.checkpoint.state import (
     StateShard,
     StateView,
     checkpoint_names,
     describe_names,
 )
-from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
-from onecopy.checks.gradient_check import GradientCheck
-from onecopy.checks.replica_check import Evidence, require_equal_replicas
+from onecopy.checks.corruption_check import CorruptionCheck
+from onecopy.checks.replica_check import compare_gradients, require_equal_replicas
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.comm.stats import CommStats, Tracer
@@ -188,10 +188,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
         self._check_every = check_every
-        self._corruption = NoCheck()
-        if isinstance(check_every, int) and check_every:  # else refused later, on all ranks
-            self._corruption = CorruptionCheck(check_every)
-        self._gradient_check = GradientCheck()
+        # If it is no int it is refused later, on all ranks.
+        self._corruption = CorruptionCheck(check_every if isinstance(check_every, int) else 0)
+        self._gradients_compared = False
         self._check_steps = False
         self._steps = 0
         settings = Settings(
@@ -372,12 +371,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._check_steps:
             self._compare_step(closure, kwargs, join_round)
         if not (
-            self.world_size == 1
+            (self._gradients_compared and not self._check_steps)
+            or self.world_size == 1
             or self._attachment is not None
             or self._overlaps_with_ddp
             or join_config(self).enable  # joined ranks have no gradients
         ):
-            self._gradient_check.compare(
+            self._gradients_compared |= compare_gradients(
                 self._rank_group, self._params, self._steps, strict=self._check_steps
             )
         if self._attachment is not None:
@@ -405,8 +405,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._rank_group.monitor.add_to_note("comparing replicas")
         same_outcome(self._rank_group, "comparing the ranks", self._description)
         names = self._params.registry.names
-        evidence = Evidence.of(self._inner, names, fingerprints, changes, since)
-        require_equal_replicas(self._rank_group, evidence)
+        require_equal_replicas(self._rank_group, self._inner, names, fingerprints, changes, since)
 
     def _compare_step(
         self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None
@@ -1119,8 +1118,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         changes = self._corruption.changes(len(registry.params))
         if registry.params:
             prints = torch.stack([fingerprint(param).cpu() for param in registry.params])
-            evidence = Evidence.of(self._inner, registry.names, prints, changes)
-            require_equal_replicas(self._rank_group, evidence)
+            require_equal_replicas(self._rank_group, self._inner, registry.names, prints, changes)
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes of memory this rank holds now, by kind. Not collective."""

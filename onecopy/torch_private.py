@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,79 +20,58 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
-
-class Private(NamedTuple):
-    """A private name of torch."""
-
-    name: str  # where torch has it
-    if_missing: str
-    missing_on: tuple[str, ...] = ()
-
-
 RELEASES = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")  # each name below was looked up on these
-CHECKED = (
-    # process groups
-    Private(
-        "torch.distributed.distributed_c10d._new_process_group_helper",
-        "a private group of all ranks is made by new_group; a subgroup is refused",
+# The name, as torch has it, and what happens on a release that lacks it.
+CHECKED = {
+    "torch.distributed.distributed_c10d._new_process_group_helper": (
+        "a private group of all ranks is made by new_group; a subgroup is refused"
     ),
-    Private("torch.distributed.distributed_c10d._world", "building an optimizer raises"),
-    Private(
-        "ProcessGroup._get_backend",
-        "the private group has torch's default timeout and not that of the user's group",
+    "torch.distributed.distributed_c10d._world": "building an optimizer raises",
+    "ProcessGroup._get_backend": (
+        "the private group has torch's default timeout and not that of the user's group"
     ),
-    Private("Backend.options._timeout", "as _get_backend"),
-    # tensors
-    Private("torch.Tensor._version", "an optimizer with master_dtype raises"),
-    Private("torch._foreach_copy_", "import raises"),
-    Private("torch._foreach_mul_", "import raises"),
-    Private("torch._foreach_norm", "import raises"),
-    Private("torch._amp_foreach_non_finite_check_and_unscale_", "import raises"),
-    Private("torch._utils._flatten_dense_tensors", "import raises"),
-    # autograd, dynamo and the profiler
-    Private("torch.autograd.Variable._execution_engine", "an attached backward raises"),
-    Private("torch._C._current_graph_task_id", "an attached forward raises"),
-    Private("torch._compile._disable_dynamo", "torch.compiler.disable, which imports dynamo"),
-    Private("torch.autograd.profiler._is_profiler_enabled", "tracing starts in any case"),
-    # modules
-    Private("nn.Module._parameters", "a replaced parameter is not noticed"),
-    Private("nn.Module._compiled_call_impl", "lazy_gather of a compiled module is accepted"),
-    Private("OptimizedModule._orig_mod", "as _compiled_call_impl; in names, stays"),
-    Private("CheckpointWrapper._checkpoint_wrapped_module", "stays in the names of parameters"),
-    Private("FullyShardedDataParallel._fsdp_wrapped_module", "stays in the names of parameters"),
-    # DistributedDataParallel and Join
-    Private("DistributedDataParallel._active_ddp_module", "the message for p.grad is less exact"),
-    Private("DistributedDataParallel._comm_hooks", "a foreign communication hook is not noticed"),
-    Private("DistributedDataParallel._check_reducer_finalized", "the first step raises"),
-    Private("DistributedDataParallel._has_rebuilt_buckets", "none; it is only written"),
-    Private(
-        "DistributedDataParallel.reducer._get_zeros_like_grad_buckets",
-        "the message for p.grad is less exact",
+    "Backend.options._timeout": "as ProcessGroup._get_backend",
+    "torch.Tensor._version": "an optimizer with master_dtype raises",
+    "torch._foreach_copy_": "import raises",
+    "torch._foreach_mul_": "import raises",
+    "torch._foreach_norm": "import raises",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "import raises",
+    "torch._utils._flatten_dense_tensors": "import raises",
+    "torch.autograd.Variable._execution_engine": "an attached backward raises",
+    "torch._C._current_graph_task_id": "an attached forward raises",
+    "torch._compile._disable_dynamo": "torch.compiler.disable, which imports dynamo",
+    "torch.autograd.profiler._is_profiler_enabled": "tracing starts in any case",
+    "nn.Module._parameters": "a replaced parameter is not noticed",
+    "nn.Module._compiled_call_impl": "lazy_gather of a compiled module is accepted",
+    "OptimizedModule._orig_mod": "as _compiled_call_impl; stays in the names of parameters",
+    "CheckpointWrapper._checkpoint_wrapped_module": "stays in the names of parameters",
+    "FullyShardedDataParallel._fsdp_wrapped_module": "stays in the names of parameters",
+    "DistributedDataParallel._active_ddp_module": "the message for p.grad is less exact",
+    "DistributedDataParallel._comm_hooks": "a foreign communication hook is not noticed",
+    "DistributedDataParallel._check_reducer_finalized": "the first step raises",
+    "DistributedDataParallel._has_rebuilt_buckets": "none; it is only written",
+    "DistributedDataParallel.reducer._get_zeros_like_grad_buckets": (
+        "the message for p.grad is less exact"
     ),
-    Private("DistributedDataParallel.reducer._reset_state", "after a failed backward: raises"),
-    Private("DistributedDataParallel._divide_by_initial_world_size", "Join over DDP raises"),
-    Private("Joinable._join_config", "the first step raises"),
-    # optimizers
-    Private("Optimizer._optimizer_step_pre_hooks", "the first step raises"),
-    Private("Optimizer._optimizer_step_post_hooks", "the first step raises"),
-    Private("Optimizer._optimizer_state_dict_pre_hooks", "state_dict raises"),
-    Private("Optimizer._optimizer_state_dict_post_hooks", "state_dict raises"),
-    Private("Optimizer._optimizer_load_state_dict_pre_hooks", "load_state_dict raises"),
-    Private("Optimizer._optimizer_load_state_dict_post_hooks", "load_state_dict raises"),
-    Private("torch.amp.GradScaler._unscale_grads_", "torch's scaler raises in attached mode"),
-    Private(
-        "Optimizer._step_supports_amp_scaling",
-        "a scaler that cannot work with this optimizer is not noticed",
+    "DistributedDataParallel.reducer._reset_state": "after a failed backward: raises",
+    "DistributedDataParallel._divide_by_initial_world_size": "Join over DDP raises",
+    "Joinable._join_config": "the first step raises",
+    "Optimizer._optimizer_step_pre_hooks": "the first step raises",
+    "Optimizer._optimizer_step_post_hooks": "the first step raises",
+    "Optimizer._optimizer_state_dict_pre_hooks": "state_dict raises",
+    "Optimizer._optimizer_state_dict_post_hooks": "state_dict raises",
+    "Optimizer._optimizer_load_state_dict_pre_hooks": "load_state_dict raises",
+    "Optimizer._optimizer_load_state_dict_post_hooks": "load_state_dict raises",
+    "torch.amp.GradScaler._unscale_grads_": "torch's scaler raises in attached mode",
+    "Optimizer._step_supports_amp_scaling": (
+        "a scaler that cannot work with this optimizer is not noticed"
     ),
-    # checkpoints
-    Private("torch.distributed.checkpoint.filesystem._StorageInfo", "save raises"),
-    Private("torch._utils._rebuild_tensor_v2", "save raises"),
-    Private("torch._utils._rebuild_tensor_v3", "none; only its name is read"),
-    Private("torch.serialization._get_layout", "none; only its name is read"),
-    Private(
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "none; only its name is read"
-    ),
-)
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "save raises",
+    "torch._utils._rebuild_tensor_v2": "save raises",
+    "torch._utils._rebuild_tensor_v3": "none; only its name is read",
+    "torch.serialization._get_layout": "none; only its name is read",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "none; only its name is read",
+}
 
 # ------------------------------------------------------------------ process groups
 
@@ -102,17 +81,13 @@ def make_process_group(
 ) -> Any:
     """A process group of these global ranks. Only they call this, each with the same name.
 
-    Uses ``distributed_c10d._new_process_group_helper``, which makes a group under a given name,
-    and ``_world.pg_group_ranks``, where torch keeps the ranks of each group.
-
     Why not ``new_group``: it takes no name and derives one from counters of the process. With
     ``use_local_synchronization=True`` releases before 2.14 use the number of groups that the
     process has, and later ones a count of the groups that it has made. Both differ between ranks
     of which one is in more groups than another. Since 2.14 such a call also advances the count
     on its members only, so the next ``new_group`` of the whole job would have different names.
 
-    If the helper is missing, a group of all ranks is made by ``new_group``, and any other is
-    refused: it could wait for its members until the timeout.
+    Without the helper a subgroup is refused: it could wait for its members until the timeout.
     """
     world: Any = dist.group.WORLD
     ranks = list(ranks)

@@ -9,7 +9,7 @@ archive of uncompressed files,
 
 ``.metadata`` says where each entry is. Files that are read are not trusted: checksums are compared,
 and pickles are read by ``safe_pickle``. Read in this order: the table of storages,
-``DataFileWriter``, ``DataFileReader``, ``Progress``.
+``DataFileWriter``, ``DataFileReader``, ``progress``.
 """
 
 from __future__ import annotations
@@ -28,25 +28,17 @@ import time
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onecopy.checkpoint.metadata import (
-    METADATA,
-    Place,
-    StoredChunk,
-    TensorEntry,
-    ValueEntry,
-    open_inside,
-)
+from onecopy.checkpoint.metadata import METADATA, Entry, Place, Stored, open_inside
 from onecopy.checkpoint.safe_pickle import (
     DamagedCheckpoint,
     Inert,
-    Refused,
     SafeUnpickler,
     as_count,
     as_sizes,
@@ -54,6 +46,7 @@ from onecopy.checkpoint.safe_pickle import (
     called,
     is_key,
     plain_value,
+    reading,
 )
 from onecopy.planning.layout import Chunk, is_dense
 from onecopy.planning.text import shown
@@ -82,31 +75,23 @@ _ZIP_LIMIT = 2**32 - 2**20  # bytes; a larger archive needs longer fields
 _ALIGNMENT = 64
 _EPOCH = (1 << 5) | 1  # 1 January 1980, where the dates of zip archives begin
 _BUFFER_BYTES = 8 * 2**20
-_BLOCK_BYTES = 4096  # what direct writes must be multiples of, in length, place and memory
 
 
 class DataFileWriter:
     """A new data file, written from start to end. A context manager; durable when it is left.
 
-    It is written past the page cache where the file system allows it, which is several times as
-    fast.
+    It is written past the page cache where the file system allows it, which is up to twice as fast
+    and leaves the memory to others.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
         self._name = name
-        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # begins at a page
+        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # begins at a page, as direct writes must
         self._filled = 0
         self._flushed = 0
-        self._is_direct = hasattr(os, "O_DIRECT")
-        path, flags = directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            self._handle = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
-        except OSError:
-            if path.exists() and path.stat().st_size:
-                raise
-            path.unlink(missing_ok=True)  # some systems make the file before they refuse
-            self._handle = os.open(path, flags, 0o666)
-            self._is_direct = False
+        self._is_direct = False
+        self._handle = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._write_directly(True)
 
     def __enter__(self) -> DataFileWriter:
         return self
@@ -114,9 +99,8 @@ class DataFileWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         try:
             if kind is None:
-                length = self._flushed + self._filled
-                self._write_buffer(-(-self._filled // _BLOCK_BYTES) * _BLOCK_BYTES)
-                os.ftruncate(self._handle, length)
+                self._write_directly(False)  # what is left is no whole number of blocks
+                self._write_buffer()
                 os.fsync(self._handle)
         finally:
             os.close(self._handle)
@@ -140,12 +124,14 @@ class DataFileWriter:
         third of a millisecond for a scalar.
         """
         tensor = tensor if is_dense(tensor) else tensor.contiguous()
-        address = tensor.data_ptr() or ctypes.addressof(_NIL)
+        described = io.BytesIO()
+        _TensorPickler(described, protocol=2).dump(tensor)
+        memory = ctypes.c_ubyte * tensor.nbytes
         files = {
-            b"archive/data.pkl": _describe(tensor),
+            b"archive/data.pkl": described.getvalue(),
             b"archive/byteorder": sys.byteorder.encode(),
             b"archive/version": b"3\n",
-            b"archive/data/0": (ctypes.c_ubyte * tensor.nbytes).from_address(address),
+            b"archive/data/0": memory.from_address(tensor.data_ptr()) if tensor.nbytes else b"",
         }
         for part in _archived(files, offset):
             self.write(part)
@@ -159,36 +145,35 @@ class DataFileWriter:
             self._filled += room
             done += room
             if self._filled == _BUFFER_BYTES:
-                self._write_buffer(_BUFFER_BYTES)
+                self._write_buffer()
         return done
 
     def flush(self) -> None:
         """For ``torch.save``: blocks are written when they are full, the last one at the end."""
 
-    def _write_buffer(self, nbytes: int) -> None:
+    def _write_buffer(self) -> None:
         done = 0
         with memoryview(self._buffer) as view:
-            while done < nbytes:
+            while done < self._filled:
                 try:
-                    done += os.write(self._handle, view[done:nbytes])
+                    done += os.write(self._handle, view[done : self._filled])
                 except OSError:
+                    # Some file systems allow direct writes and then refuse them, and so does any
+                    # after a write that ended within a block.
                     if not self._is_direct:
                         raise
-                    self._use_page_cache()
+                    self._write_directly(False)
         self._flushed += self._filled
         self._filled = 0
 
-    def _use_page_cache(self) -> None:
-        """For file systems that open a file for direct writes and then refuse them, and for what
-        is left after a write that ended within a block."""
-        import fcntl
+    def _write_directly(self, is_direct: bool) -> None:
+        """Past the page cache or through it, where there is a choice."""
+        with contextlib.suppress(ImportError, AttributeError, OSError):
+            import fcntl
 
-        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
-        fcntl.fcntl(self._handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._is_direct = False
-
-
-_NIL = ctypes.c_ubyte()
+            flags = fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | is_direct * os.O_DIRECT)
+            self._is_direct = is_direct
 
 
 def _archived(files: Mapping[bytes, Any], offset: int) -> Iterator[Any]:
@@ -226,33 +211,27 @@ class _TensorPickler(pickle.Pickler):
         return self._id if isinstance(obj, torch.UntypedStorage) else None
 
 
-def _describe(tensor: torch.Tensor) -> bytes:
-    file = io.BytesIO()
-    _TensorPickler(file, protocol=2).dump(tensor)
-    return file.getvalue()
-
-
 # -------------------------------------------------------------------------- reading
 
-_LONGEST = 1000  # characters of an error
 _LARGEST_DESCRIPTION = 2**16  # bytes; a tensor's takes some hundred
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredStorage:
+class _Storage:
     dtype: torch.dtype | None
     key: str  # its file is data/<key>
 
 
-@dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """How a tensor is rebuilt from a storage."""
+    """How a tensor is rebuilt from a storage. Stands in for the function that does it."""
 
-    dtype: torch.dtype
-    key: str
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    def __init__(self, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> None:
+        # Beside an untyped storage there is a dtype.
+        dtype = next((item for item in rest if isinstance(item, torch.dtype)), storage.dtype)
+        if dtype is None:
+            raise ValueError("a pickle of a tensor without a dtype: refused")
+        self.dtype, self.key, self.offset = dtype, storage.key, as_count(offset)
+        self.size, self.stride = as_sizes(size), as_sizes(stride)
 
     def over(self, raw: Any) -> torch.Tensor:
         """The tensor, which shares memory with the bytes of its storage."""
@@ -264,22 +243,6 @@ class _StoredTensor:
             return torch.empty(self.size, dtype=self.dtype, device="cpu")
         flat = torch.frombuffer(raw, dtype=self.dtype)
         return flat.as_strided(self.size, self.stride, self.offset)
-
-
-class _RebuiltTensor(Inert):
-    """Stands in for the function that rebuilds a tensor: keeps what describes it."""
-
-    __slots__ = ()
-
-    def __new__(
-        cls, storage: _StoredStorage, offset: int, size: Any, stride: Any, *rest: Any
-    ) -> Any:
-        # Beside an untyped storage there is a dtype.
-        dtype = next((item for item in rest if isinstance(item, torch.dtype)), storage.dtype)
-        if dtype is None:
-            raise Refused("a pickle of a tensor without a dtype: refused")
-        sizes = as_sizes(size), as_sizes(stride)
-        return _StoredTensor(dtype, storage.key, as_count(offset), *sizes)
 
 
 class _NewOrderedDict(Inert):
@@ -294,49 +257,49 @@ class _NewOrderedDict(Inert):
 def _as_bytes(text: Any = "", encoding: Any = "latin1") -> bytes:
     """As protocol 2 writes bytes: as text of which each character is a byte."""
     if encoding not in ("latin1", "latin-1"):
-        raise Refused("a pickle of bytes in another encoding than latin1: refused")
+        raise ValueError("a pickle of bytes in another encoding than latin1: refused")
     return text if isinstance(text, bytes) else as_text(text).encode("latin1")
 
 
 def _as_set(items: list[Any]) -> set[Any]:
     if not all(map(is_key, items)):
-        raise Refused("a pickle that has items of its own in a set: refused")
+        raise ValueError("a pickle that has items of its own in a set: refused")
     return set(items)
 
 
-_STAND_INS = {
-    **dict.fromkeys(REBUILD_TENSOR, _RebuiltTensor),
+_BUILTINS: dict[str, Any] = {
+    "bytes": _as_bytes,
+    "bytearray": lambda *args: bytearray(_as_bytes(*args)),
+    "complex": complex,
+    "set": _as_set,
+}
+_STAND_INS: dict[tuple[str, str], Any] = {
+    **dict.fromkeys(REBUILD_TENSOR, _StoredTensor),
+    **{
+        (module, name): dtype
+        for module in ("torch", "torch.storage")
+        for name, dtype in (*_DTYPES.items(), ("UntypedStorage", None))
+    },
+    **{
+        (module, name): called(make)
+        for module in ("builtins", "__builtin__")
+        for name, make in _BUILTINS.items()
+    },
     ("collections", "OrderedDict"): _NewOrderedDict,
     ("torch", "Size"): called(lambda sizes: torch.Size(as_sizes(sizes))),
     ("_codecs", "encode"): called(_as_bytes),
-    ("builtins", "bytes"): called(_as_bytes),
-    ("builtins", "bytearray"): called(lambda *args: bytearray(_as_bytes(*args))),
-    ("builtins", "complex"): called(complex),
-    ("builtins", "set"): called(_as_set),
 }
 
 
 class _EntryUnpickler(SafeUnpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if module in ("torch", "torch.storage") and name in (*_DTYPES, "UntypedStorage"):
-            return _DTYPES.get(name)
-        found = _STAND_INS.get(("builtins" if module == "__builtin__" else module, name))
-        if found is None:
-            raise DamagedCheckpoint(
-                f"an entry names {module}.{name}, which no tensor needs: refused, and not run"
-            )
-        return found
-
-    def persistent_load(self, pid: Any) -> _StoredStorage:
+    def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, key, *_ = pid
-        return _StoredStorage(dtype if isinstance(dtype, torch.dtype) else None, as_text(key))
+        return _Storage(dtype if isinstance(dtype, torch.dtype) else None, as_text(key))
 
 
 @functools.lru_cache(maxsize=1024)  # chunks of one shape are described by the same bytes
 def _described_by(pickled: bytes) -> _StoredTensor:
-    found = _EntryUnpickler(io.BytesIO(pickled)).load()
+    found = _EntryUnpickler(pickled, _STAND_INS).load()
     if not isinstance(found, _StoredTensor):
         raise ValueError("it is no tensor")
     return found
@@ -355,9 +318,6 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
         self._at = max(0, base + offset)
@@ -368,22 +328,6 @@ class _Window(io.RawIOBase):
         buffer[: len(chunk)] = chunk
         self._at += len(chunk)
         return len(chunk)
-
-
-@contextlib.contextmanager
-def _archive(data: memoryview) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
-    """An entry, and the files in it by their names without the first folder.
-
-    Why it must not be compressed: ``torch.save`` compresses nothing, and what is compressed, or
-    stands for the same bytes many times, may become any size.
-    """
-    with zipfile.ZipFile(io.BufferedReader(_Window(data))) as archive:
-        infos = archive.infolist()
-        if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-            raise ValueError("its bytes are compressed")
-        if sum(info.file_size for info in infos) > len(data):
-            raise ValueError("its bytes are not where they should be")
-        yield archive, {info.filename.partition("/")[2]: info for info in infos}
 
 
 class DataFileReader:
@@ -401,50 +345,50 @@ class DataFileReader:
             with contextlib.suppress(BufferError):  # an exception under way may hold on to a view
                 mapped.close()
 
-    def value(self, entry: ValueEntry, key: str) -> Any:
+    def read(self, entry: Entry) -> Any:
+        """All of a tensor, or a value."""
+        first = entry[0]
+        if not first.dtype:
+            return self.value(first)
+        # Before memory is given to what may be a lie.
+        there = sum(len(self._mapped(stored)) for stored in entry)
+        if math.prod(first.shape) * getattr(torch, first.dtype).itemsize > there:
+            raise DamagedCheckpoint(
+                f"{first.key} is not complete: it has shape {shown(first.shape)}"
+            )
+        tensor = torch.empty(first.shape, dtype=getattr(torch, first.dtype), device="cpu")
+        self.fill(Chunk((0,) * tensor.dim(), first.shape, 0, 0), tensor, entry)
+        return tensor
+
+    def value(self, stored: Stored) -> Any:
         """A plain value, which may hold tensors. Code is refused."""
         storages: dict[str, bytearray] = {}  # tensors may share one
 
-        def tensor_of(leaf: Any) -> Any:
+        def made(leaf: Any) -> Any:
             if isinstance(leaf, torch.dtype):
                 return leaf
             if not isinstance(leaf, _StoredTensor):
-                raise Refused(f"a pickle that has a {type(leaf).__name__} for a value: refused")
+                raise ValueError(f"a pickle that has a {type(leaf).__name__} for a value: refused")
             if leaf.key not in storages:
                 storages[leaf.key] = bytearray(archive.read(files[f"data/{leaf.key}"]))
             return leaf.over(storages[leaf.key])
 
-        try:
-            with self._entry(entry.place, key) as data, _archive(data) as (archive, files):
-                damaged = archive.testzip()
-                if damaged is not None:
-                    raise DamagedCheckpoint(f"{key} is damaged: the checksum of {damaged} is wrong")
-                pickled = archive.read(files["data.pkl"])
-                tree = _EntryUnpickler(io.BytesIO(pickled)).load()
-                return plain_value(tree, len(pickled), tensor_of)
-        except DamagedCheckpoint:
-            raise
-        except Exception as error:  # whatever a damaged entry may lead to
-            raise DamagedCheckpoint(f"{key} cannot be read: {str(error)[:_LONGEST]}") from None
+        with self._archive(stored) as (_, archive, files):
+            pickled = archive.read(files["data.pkl"])  # and compares the checksum
+            tree = _EntryUnpickler(pickled, _STAND_INS).load()
+            return plain_value(tree, len(pickled), made)
 
-    def require_bytes(self, entry: TensorEntry, key: str) -> None:
-        """Raise if there is less in the files than the tensor takes, before memory is given to what
-        may be a lie."""
-        there = sum(len(self._entry(chunk.place, key)) for chunk in entry.chunks)
-        if math.prod(entry.shape) * entry.dtype.itemsize > there:
-            raise DamagedCheckpoint(f"{key} is not complete: it has shape {shown(entry.shape)}")
-
-    def fill(self, part: Chunk, target: torch.Tensor, entry: TensorEntry, key: str) -> None:
+    def fill(self, part: Chunk, target: torch.Tensor, entry: Entry) -> None:
         """Copy a chunk of a saved tensor into ``target``. Reads no more than that, save for the
         checksum of an entry whose first element is in the chunk: so each is verified once."""
-        filled: list[Chunk] = []
-        for chunk in entry.chunks:
-            common = part.overlap(chunk.offsets, chunk.sizes)
+        key, filled = entry[0].key, list[Chunk]()
+        for stored in entry:
+            common = part.overlap(stored.offsets, stored.sizes)
             if common is None:
                 continue
             if any(common.overlap(other.offsets, other.sizes) for other in filled):
                 raise DamagedCheckpoint(f"{key} has parts that overlap, at {common.offsets}")
-            self._copy(chunk, common, _part(target, part.offsets, common), key)
+            self._copy(stored, common, _part(target, part.offsets, common))
             filled.append(common)
         found = sum(common.numel for common in filled)
         if found != part.numel:
@@ -453,28 +397,58 @@ class DataFileReader:
                 "the checkpoint"
             )
 
-    def _copy(self, chunk: StoredChunk, common: Chunk, target: torch.Tensor, key: str) -> None:
-        with self._entry(chunk.place, key) as data:
-            source, raw, checksum = _tensor_in(data, key)
-            if source.shape != chunk.sizes:
-                raise DamagedCheckpoint(
-                    f"{key} at {chunk.offsets} has shape {tuple(source.shape)}, {METADATA} says "
-                    f"{chunk.sizes}"
-                )
-            if common.offsets == chunk.offsets and zlib.crc32(raw) != checksum:
-                raise DamagedCheckpoint(
-                    f"{key} at {chunk.offsets} is damaged: the checksum in {chunk.place.file} is "
-                    "wrong"
-                )
-            target.copy_(_part(source, chunk.offsets, common))
-            del source, raw
+    def _copy(self, stored: Stored, common: Chunk, target: torch.Tensor) -> None:
+        key, place = stored.key, stored.place
+        with self._archive(stored) as (data, archive, files):
+            if files["data.pkl"].file_size > _LARGEST_DESCRIPTION:
+                raise ValueError("its description is too long")
+            described = _described_by(archive.read(files["data.pkl"]))
+            info = files[f"data/{described.key}"]
+            name_length, extra_length = struct.unpack_from("<HH", data, info.header_offset + 26)
+            start = info.header_offset + 30 + name_length + extra_length
+            if start + info.file_size > len(data):
+                raise ValueError("its bytes are not where they should be")
+            raw = data[start : start + info.file_size]
+            source = described.over(raw)
+        if source.shape != stored.sizes:
+            raise DamagedCheckpoint(
+                f"{key} at {stored.offsets} has shape {tuple(source.shape)}, {METADATA} says "
+                f"{stored.sizes}"
+            )
+        if common.offsets == stored.offsets and zlib.crc32(raw) != info.CRC:
+            raise DamagedCheckpoint(
+                f"{key} at {stored.offsets} is damaged: the checksum in {place.file} is wrong"
+            )
+        target.copy_(_part(source, stored.offsets, common))
         # Pages that were read count as this process's memory until they are given back.
         if hasattr(mmap, "MADV_DONTNEED"):
-            start = chunk.place.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            length = chunk.place.offset + chunk.place.length - start
-            self._maps[chunk.place.file].madvise(mmap.MADV_DONTNEED, start, length)
+            start = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            length = place.offset + place.length - start
+            self._maps[place.file].madvise(mmap.MADV_DONTNEED, start, length)
 
-    def _entry(self, place: Place, key: str) -> memoryview:
+    @contextlib.contextmanager
+    def _archive(
+        self, stored: Stored
+    ) -> Iterator[tuple[memoryview, zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+        """An entry, and the files in it by their names without the first folder.
+
+        Why it must not be compressed: ``torch.save`` compresses nothing, and what is compressed, or
+        stands for the same bytes many times, may become any size.
+        """
+        data = self._mapped(stored)
+        with (
+            reading(stored.key),
+            zipfile.ZipFile(io.BufferedReader(_Window(data))) as archive,
+        ):
+            infos = archive.infolist()
+            if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+                raise ValueError("its bytes are compressed")
+            if sum(info.file_size for info in infos) > len(data):
+                raise ValueError("its bytes are not where they should be")
+            yield data, archive, {info.filename.partition("/")[2]: info for info in infos}
+
+    def _mapped(self, stored: Stored) -> memoryview:
+        key, place = stored.key, stored.place
         if place.transforms:
             raise ValueError(
                 f"{key} was written with {', '.join(place.transforms)}, an extension of DCP that "
@@ -483,46 +457,25 @@ class DataFileReader:
         mapped = self._maps.get(place.file)
         if mapped is None:
             mapped = self._maps[place.file] = self._open(place.file, key)
-        if place.offset < 0 or place.length < 0 or place.offset + place.length > len(mapped):
+        end = place.offset + place.length
+        if place.offset < 0 or place.length < 0 or end > len(mapped):
             raise DamagedCheckpoint(
-                f"{place.file} is too short: {key} would end at byte "
-                f"{place.offset + place.length}, the file at {len(mapped)}"
+                f"{place.file} is too short: {key} would end at byte {end}, the file at "
+                f"{len(mapped)}"
             )
-        return memoryview(mapped)[place.offset : place.offset + place.length]
+        return memoryview(mapped)[place.offset : end]
 
     def _open(self, name: str, key: str) -> mmap.mmap:
         try:
             with open_inside(self._directory, name) as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise DamagedCheckpoint(f"the file {name}, which holds {key}, is empty")
                 # Copy on write: torch wants memory that could be written to, and nobody does.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"the file {name}, which holds {key}, is missing") from None
-        except DamagedCheckpoint:
-            raise
-        except ValueError:
-            raise DamagedCheckpoint(f"the file {name}, which holds {key}, is empty") from None
         except OSError as error:  # too large to be mapped, no permission, no such name
             raise DamagedCheckpoint(f"{shown(name)} cannot be read: {error.strerror}") from None
-
-
-def _tensor_in(data: memoryview, key: str) -> tuple[torch.Tensor, memoryview, int]:
-    """A tensor in the memory of an entry; the bytes of its storage, and their checksum."""
-    try:
-        with _archive(data) as (archive, files):
-            if files["data.pkl"].file_size > _LARGEST_DESCRIPTION:
-                raise ValueError("its description is too long")
-            stored = _described_by(archive.read(files["data.pkl"]))
-            info = files[f"data/{stored.key}"]
-        name_length, extra_length = struct.unpack_from("<HH", data, info.header_offset + 26)
-        start = info.header_offset + 30 + name_length + extra_length
-        if start + info.file_size > len(data):
-            raise ValueError("its bytes are not where they should be")
-        raw = data[start : start + info.file_size]
-        return stored.over(raw), raw, info.CRC
-    except DamagedCheckpoint:
-        raise
-    except Exception as error:  # whatever a damaged archive may lead to
-        raise DamagedCheckpoint(f"{key} is damaged: {str(error)[:_LONGEST]}") from None
 
 
 def _part(tensor: torch.Tensor, offsets: Sequence[int], part: Chunk) -> torch.Tensor:
@@ -539,31 +492,26 @@ _INTERVAL_SECONDS = 0.2
 _WIDTH = 30
 
 
-class Progress:
-    """Bytes done of a total. A context manager; shows itself only if there is somebody to look."""
+@contextlib.contextmanager
+def progress(title: str, total: int, is_visible: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes done, for somebody who looks. Yields the function that adds to them."""
+    is_visible = is_visible and sys.stderr is not None and sys.stderr.isatty()
+    done, is_shown = 0, False
+    due = time.monotonic() + _PATIENCE_SECONDS
 
-    def __init__(self, title: str, total: int, visible: bool = True) -> None:
-        self._title = title
-        self._total = max(total, 1)
-        self._done = 0
-        self._visible = visible and sys.stderr is not None and sys.stderr.isatty()
-        self._next = time.monotonic() + _PATIENCE_SECONDS
-        self._shown = False
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
+    def add(nbytes: int) -> None:
+        nonlocal done, is_shown, due
+        done += nbytes
         now = time.monotonic()
-        if self._visible and now >= self._next:
-            self._next = now + _INTERVAL_SECONDS
-            self._shown = True
-            share = min(self._done / self._total, 1.0)
+        if is_visible and now >= due:
+            is_shown, due = True, now + _INTERVAL_SECONDS
+            share = min(done / max(total, 1), 1.0)
             bar = "#" * round(share * _WIDTH)
-            text = f"{self._title} [{bar:<{_WIDTH}}] {share:4.0%} of {self._total / 1e6:.0f} MB"
+            text = f"{title} [{bar:<{_WIDTH}}] {share:4.0%} of {total / 1e6:.0f} MB"
             print(f"\r{text[:78]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield add
+    finally:
+        if is_shown:
+            print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import hashlib
 import io
+import json
 import os
 import pickle
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,26 +19,26 @@ from onecopy.checkpoint.safe_pickle import (
     DamagedCheckpoint,
     Inert,
     Record,
-    Refused,
     SafeUnpickler,
     as_count,
     as_sizes,
     as_text,
+    expect,
+    reading,
 )
 from onecopy.planning.text import in_bytes, shown
 from onecopy.torch_private import GET_LAYOUT, MEMORY_FORMAT, STORAGE_INFO, storage_info
 
 METADATA = ".metadata"
+MARK = "onecopy"  # the value that ``save`` writes beside the state
 _LARGEST_METADATA = 2**32  # bytes; far more than an entry for each shard of a large job takes
 _LONGEST_NAME = 2**14  # characters
 _DEEPEST_PATH = 64  # steps; also the most that an extension of DCP may have done to an entry
-
-
-# -------------------------------------------------------------------------- what a checkpoint holds
+_PROTOCOL = 4
 
 
 class Place(NamedTuple):
-    """Where an entry lies. It travels as JSON."""
+    """Where something lies. It travels as JSON."""
 
     file: str
     offset: int
@@ -46,91 +46,49 @@ class Place(NamedTuple):
     transforms: tuple[str, ...] = ()  # what an extension of DCP did to its bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A rectangle of a tensor that was saved as one entry."""
+class Stored(NamedTuple):
+    """A rectangular chunk of a tensor, or a plain value. It travels as JSON."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    key: str
+    path: tuple[str | int, ...]  # the nesting that the key stands for
     place: Place
+    dtype: str = ""  # empty for a plain value
+    shape: tuple[int, ...] = ()  # of the whole tensor
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, key: str, path: Any, place: Any, dtype: str, *sizes: Any) -> Stored:
+        return cls(key, tuple(path), Place(*place), dtype, *map(tuple, sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+Entry = Sequence[Stored]  # all chunks of a tensor, or one value
+Metadata = Mapping[str, Entry]  # by key
 
 
-@dataclass(frozen=True, slots=True)
-class ValueEntry:
-    place: Place
+def digest(entries: Iterable[Stored]) -> str:
+    """A fingerprint of what the metadata says."""
+    lines = sorted(json.dumps(entry[1:]) for entry in entries)  # the path has the key
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """All entries of a checkpoint by their keys."""
+# -------------------------------------------------------------------------- reading
 
-    entries: Mapping[str, TensorEntry | ValueEntry]
-    paths: Mapping[str, tuple[str | int, ...]]  # the nesting that a key stands for
-
-
-# -------------------------------------------------------------------------- reading the metadata
-
-
-class _Index(Record):
-    """A key of the storage table."""
-
-    fqn: str
-    offset: tuple[int, ...] | None = None
-
-    def __hash__(self) -> int:
-        # Of text: nobody can know which texts have the same hash, as of numbers anybody can.
-        offset = None if self.offset is None else as_sizes(self.offset)
-        return hash(f"{as_text(self.fqn)} {offset}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
-
-
-_RECORDS = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"): Record,
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): Record,
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): Record,
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Record,
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Record,
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"): Record,
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
+_DCP = "torch.distributed.checkpoint.metadata"
+_RECORDS = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+)
+_STAND_INS: dict[tuple[str, str], type] = {
+    **{(_DCP, name): Record for name in _RECORDS},
     STORAGE_INFO: Record,
-}
-
-
-_INERT = {
-    ("torch", "Size"): Inert,
-    GET_LAYOUT: Inert,
-    MEMORY_FORMAT: Inert,
+    **dict.fromkeys((("torch", "Size"), GET_LAYOUT, MEMORY_FORMAT), Inert),
     **{
         (module, name): Inert
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-
-
-class _MetadataUnpickler(SafeUnpickler):
-    keys = (_Index,)
-
-    def find_class(self, module: str, name: str) -> Any:
-        found: Any = _RECORDS.get((module, name)) or _INERT.get((module, name))
-        if found is None and module == "torch":
-            found = vars(torch).get(name)
-            found = found if isinstance(found, (torch.dtype, torch.layout)) else None
-        if found is None:
-            raise DamagedCheckpoint(
-                f"{METADATA} names {module}.{name}, which no checkpoint needs: refused, and not "
-                "run. Do not trust this file"
-            )
-        return found
 
 
 def open_inside(directory: Path, name: str) -> BinaryIO:
@@ -164,71 +122,58 @@ def read_metadata(directory: Path) -> bytes:
                 raise DamagedCheckpoint(f"{METADATA} is too large to be true: {in_bytes(size)}")
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
-        what = (
-            f"has no {METADATA} file"
-            if directory.is_dir()
-            else "is a file"
-            if directory.exists()
-            else "does not exist"
-        )
+        is_file = "is a file" if directory.exists() else "does not exist"
+        what = f"has no {METADATA} file" if directory.is_dir() else is_file
         raise FileNotFoundError(
             f"{directory} {what}: not a checkpoint, or one that was never completed"
         ) from None
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """What a checkpoint holds. Runs no code from it."""
-    try:
-        return _contents(_MetadataUnpickler(io.BytesIO(data)).load(), most_chunks=len(data) // 16)
-    except DamagedCheckpoint:
-        raise
-    except Refused as error:
-        raise DamagedCheckpoint(f"{METADATA} is damaged: {error}") from None
-    except Exception as error:  # whatever a damaged pickle may lead to
-        raise DamagedCheckpoint(f"{METADATA} is damaged: {shown(error, 300)}") from None
-
-
-def _contents(read: Any, most_chunks: int) -> Metadata:
-    """Everything is looked at only once its type is known: it may be deep, or contain itself."""
-    places = {
-        index: Place(
-            as_text(info.relative_path),
-            as_count(info.offset),
-            as_count(info.length),
-            _as_transforms(getattr(info, "transform_descriptors", None) or ()),
-        )
-        for index, info in _items(read.storage_data)
-    }
-    entries: dict[str, TensorEntry | ValueEntry] = {}
-    for key, described in _items(read.state_dict_metadata):
-        if len(as_text(key)) > _LONGEST_NAME:
-            raise DamagedCheckpoint(f"{METADATA} has {shown(key)} in place of a name")
-        if hasattr(described, "chunks"):
-            entries[key] = tensor = _tensor_entry(key, described, places, most_chunks)
-            most_chunks -= len(tensor.chunks)
-        elif (place := places.get(_index(key, None))) is not None:
-            entries[key] = ValueEntry(place)
-    paths = read.planner_data or {key: (key,) for key in entries}  # none: nothing was nested
-    _items(paths)  # or an error
-    for key in entries:
-        path = paths.get(key)
-        if not _is_path_of(path, key):
-            raise DamagedCheckpoint(
-                f"{METADATA} has a {type(path).__name__} in place of the path of {key}"
-            )
-    return Metadata(entries, {key: paths[key] for key in entries})
+    """What a checkpoint holds. Runs no code from it. Everything is looked at only once its type is
+    known: it may be deep, or contain itself."""
+    with reading(METADATA):
+        read = SafeUnpickler(data, _STAND_INS).load()
+        places = {
+            _name_of_place(index.fqn, getattr(index, "offset", None)): _place(info)
+            for index, info in _items(read.storage_data)
+        }
+        paths = read.planner_data
+        expect(not paths or type(paths) is dict, paths, "a table")
+        found: dict[str, Entry] = {}
+        # Why a limit: each chunk takes some bytes to write down, so that there are not more than
+        # these. In a lie all entries may have the same long list.
+        most_chunks = len(data) // 16
+        for key, described in _items(read.state_dict_metadata):
+            expect(len(as_text(key)) <= _LONGEST_NAME, key, "a name")
+            # Without a table of paths nothing was nested.
+            path = paths.get(key) if paths else (key,)
+            if hasattr(described, "chunks"):
+                found[key] = _chunks(key, path, described, places, most_chunks)
+                most_chunks -= len(found[key])
+            elif (place := places.get(_name_of_place(key, None))) is not None:
+                found[key] = [Stored(key, path, place)]
+            if key in found:
+                expect(_is_path_of(path, key), path, f"the path of {key}")
+        return found
 
 
 def _items(table: Any) -> Any:
-    if type(table) is not dict:
-        raise DamagedCheckpoint(f"{METADATA} has a {type(table).__name__} in place of a table")
+    expect(type(table) is dict, table, "a table")
     return table.items()
 
 
-def _as_transforms(values: Any) -> tuple[str, ...]:
-    if type(values) not in (tuple, list) or len(values) > _DEEPEST_PATH:
-        raise DamagedCheckpoint(f"{METADATA} has a {type(values).__name__} in place of names")
-    return tuple(map(as_text, values))
+def _name_of_place(key: Any, offset: Any) -> str:
+    # As text: nobody can know which texts have the same hash, as of numbers anybody can.
+    return f"{as_text(key)} {None if offset is None else as_sizes(offset)}"
+
+
+def _place(info: Any) -> Place:
+    transforms = getattr(info, "transform_descriptors", None) or ()
+    is_right = type(transforms) in (tuple, list) and len(transforms) <= _DEEPEST_PATH
+    expect(is_right, transforms, "names")
+    numbers = as_count(info.offset), as_count(info.length)
+    return Place(as_text(info.relative_path), *numbers, tuple(map(as_text, transforms)))
 
 
 def _is_path_of(path: Any, key: str) -> bool:
@@ -240,49 +185,40 @@ def _is_path_of(path: Any, key: str) -> bool:
     return all(len(str(step)) <= len(key) for step in path) and ".".join(map(str, path)) == key
 
 
-def _index(key: str, offset: tuple[int, ...] | None) -> _Index:
-    index = _Index()
-    index.fqn, index.offset = key, offset
-    return index
-
-
-def _tensor_entry(
-    key: str, described: Any, places: Mapping[_Index, Place], most_chunks: int
-) -> TensorEntry:
-    shape = as_sizes(described.size)
-    chunks = []
-    # Why a limit: each takes some bytes to write down, so that there are not more than these. In a
-    # lie all entries may have the same long list.
-    if type(described.chunks) is not list or len(described.chunks) > most_chunks:
+def _chunks(
+    key: str, path: Any, described: Any, places: Mapping[str, Place], most_chunks: int
+) -> list[Stored]:
+    """The chunks of a tensor."""
+    shape, found = as_sizes(described.size), []
+    # TensorProperties pickles as a tuple that begins with the dtype.
+    properties = described.properties
+    dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpoint(f"{METADATA} has no dtype for {key}")
+    if type(described.chunks) is not list or not 0 < len(described.chunks) <= most_chunks:
         raise DamagedCheckpoint(f"{METADATA} has no list of the parts of {key}, or one too long")
     for chunk in described.chunks:
         offsets, sizes = as_sizes(chunk.offsets), as_sizes(chunk.sizes)
-        place = places.get(_index(key, offsets))
+        place = places.get(_name_of_place(key, offsets))
         if place is None:
             raise DamagedCheckpoint(f"{METADATA} does not say where {key} at {offsets} is")
         if not len(offsets) == len(sizes) == len(shape):
             raise DamagedCheckpoint(f"{METADATA} has a part of {key} with other dimensions")
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
             raise DamagedCheckpoint(f"{METADATA} has a part of {key} that reaches beyond it")
-        chunks.append(StoredChunk(offsets, sizes, place))
-    # TensorProperties pickles as a tuple that begins with the dtype.
-    properties = described.properties
-    dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise DamagedCheckpoint(f"{METADATA} has no dtype for {key}")
-    return TensorEntry(dtype, shape, tuple(chunks))
+        name = str(dtype).removeprefix("torch.")
+        found.append(Stored(key, path, place, name, shape, offsets, sizes))
+    return found
 
 
-class Written(NamedTuple):
-    """An entry that a rank has written, as it is reported to the rank that writes the metadata."""
+# -------------------------------------------------------------------------- writing
 
-    key: str
-    path: tuple[str | int, ...]
-    place: Place
-    dtype: str = ""  # empty for a value that is no tensor
-    shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+
+def require_name(directory: Path) -> None:
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the path {str(directory)!r} is not valid text: choose another") from None
 
 
 @contextlib.contextmanager
@@ -309,16 +245,17 @@ def only_writer(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write_metadata(directory: Path, entries: Iterable[Written]) -> None:
+def write_metadata(directory: Path, entries: Iterable[Stored]) -> None:
     """Make what was written the contents of the directory, in one instant."""
-    data = _pickled(_as_torch_metadata(entries))
+    pickled = io.BytesIO()
+    _MetadataPickler(pickled, _PROTOCOL).dump(_as_torch_metadata(entries))
     draft = directory / f"{METADATA}.draft"
     try:
         draft.unlink(missing_ok=True)  # of a save that was killed
         # Made by us, or an error: through a link that somebody has put there, this would write to
         # whatever it leads to.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(data)
+            file.write(pickled.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         draft.replace(directory / METADATA)
@@ -345,20 +282,12 @@ class _MetadataPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         # Why: since torch 2.15 it has a sixth field, the strides, and older releases read five.
         if type(obj).__name__ == "TensorProperties":
-            make, arguments, state, *_ = obj.__reduce_ex__(self._PROTOCOL)
+            make, arguments, state, *_ = obj.__reduce_ex__(_PROTOCOL)
             return make, arguments, state[:5]
         return NotImplemented
 
-    _PROTOCOL = 4
 
-
-def _pickled(metadata: Any) -> bytes:
-    file = io.BytesIO()
-    _MetadataPickler(file, protocol=_MetadataPickler._PROTOCOL).dump(metadata)
-    return file.getvalue()
-
-
-def _as_torch_metadata(entries: Iterable[Written]) -> Any:
+def _as_torch_metadata(entries: Iterable[Stored]) -> Any:
     # Here, because it brings half of torch.distributed, which training does not need.
     from torch.distributed.checkpoint import metadata
 
@@ -372,16 +301,13 @@ def _as_torch_metadata(entries: Iterable[Written]) -> Any:
             described[key] = metadata.BytesStorageMetadata()
             storage[metadata.MetadataIndex(key)] = info
             continue
-        tensor = described.setdefault(
-            key,
-            metadata.TensorStorageMetadata(
-                metadata.TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), []
-            ),
-        )
+        properties = metadata.TensorProperties(dtype=getattr(torch, dtype))
+        made = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
+        tensor = described.setdefault(key, made)
         chunk = metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         storage[metadata.MetadataIndex(key, offsets, len(tensor.chunks))] = info
         tensor.chunks.append(chunk)
-    made = metadata.Metadata(described, planner_data=paths, storage_data=storage)
-    if "version" in {field.name for field in dataclasses.fields(made)}:
-        made.version = "1.0.0"
-    return made
+    found = metadata.Metadata(described, planner_data=paths, storage_data=storage)
+    if hasattr(found, "version"):
+        found.version = "1.0.0"
+    return found

@@ -9,9 +9,13 @@ makes of the result what it stands for, up to limits on depth and on sharing.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from onecopy.planning.text import shown
 
@@ -20,14 +24,23 @@ _SHARING = 16  # how often on average what is written once may be used
 _LIGHT = 2**16  # bytes; what is less than this may be used as often as it likes
 _MOST_ARGUMENTS = 64  # of a call, attributes of a record, numbers in a key
 _LARGEST_KEY = 2**60  # beyond, many integers have the same hash
+_LONGEST = 1000  # characters of an error
 
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint that cannot be read, and why."""
 
 
-class Refused(ValueError):
-    """What is wrong with a pickle. Whoever reads it says where it is."""
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Around reading a file: what a damaged one may lead to becomes ``DamagedCheckpoint``."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, ValueError) else shown(error, _LONGEST)
+        raise DamagedCheckpoint(f"{what} is damaged: {why[:_LONGEST]}") from None
 
 
 _NEEDED = (
@@ -43,7 +56,7 @@ _NEEDED = (
 
 class _Instructions(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
-        raise Refused(
+        raise ValueError(
             f"a pickle that does what no checkpoint needs (instruction {code:#x}): refused"
         )
 
@@ -53,53 +66,56 @@ _Unpickler: Any = pickle._Unpickler
 
 
 def _instruction(name: str) -> Any:
-    """What follows an instruction: a check of what it is about to be done to, if it has one."""
-    follow, check = _Unpickler.dispatch[getattr(pickle, name)[0]], _CHECKS.get(name)
-    if check is None:
-        return follow
+    """What follows an instruction, once it is checked what that would be done to."""
+    follow = _Unpickler.dispatch[getattr(pickle, name)[0]]
 
-    def checked(unpickler: SafeUnpickler) -> None:
-        check(unpickler)
+    def require_keys(unpickler: SafeUnpickler) -> None:
+        stack = unpickler.stack
+        for key in stack[-2:-1] if name == "SETITEM" else stack[::2]:
+            if not isinstance(key, Record) and not is_key(key):
+                what = type(key).__name__
+                raise ValueError(f"a pickle that has a {what} of its own for a key: refused")
         follow(unpickler)
 
-    return checked
+    def require_call(unpickler: SafeUnpickler) -> None:
+        function, args = unpickler.stack[-2:]
+        if not isinstance(function, type):
+            raise ValueError("a pickle that calls what cannot be called: refused")
+        if type(args) is not tuple or len(args) > _MOST_ARGUMENTS:
+            raise ValueError("a pickle that makes a call with too much: refused")
+        follow(unpickler)
 
+    def require_record(unpickler: SafeUnpickler) -> None:
+        if not isinstance(unpickler.stack[-2], Record):
+            raise ValueError("a pickle that changes what it is read with: refused")
+        follow(unpickler)
 
-def _require_keys(keys: list[Any], classes: tuple[type, ...]) -> None:
-    for key in keys:
-        if not isinstance(key, classes) and not is_key(key):
-            what = type(key).__name__
-            raise Refused(f"a pickle that has a {what} of its own for a key: refused")
-
-
-def _require_call(unpickler: SafeUnpickler) -> None:
-    function, args = unpickler.stack[-2:]
-    if not isinstance(function, type):
-        raise Refused("a pickle that calls what cannot be called: refused")
-    if type(args) is not tuple or len(args) > _MOST_ARGUMENTS:
-        raise Refused("a pickle that makes a call with too much: refused")
-
-
-def _require_record(unpickler: SafeUnpickler) -> None:
-    if not isinstance(unpickler.stack[-2], Record):
-        raise DamagedCheckpoint("a pickle that changes what it is read with: refused")
-
-
-_CHECKS: dict[str, Callable[[SafeUnpickler], None]] = {
-    "SETITEM": lambda unpickler: _require_keys(unpickler.stack[-2:-1], unpickler.keys),
-    "SETITEMS": lambda unpickler: _require_keys(unpickler.stack[::2], unpickler.keys),
-    "REDUCE": _require_call,
-    "NEWOBJ": _require_call,
-    "BUILD": _require_record,
-}
+    checked = {"SETITEM": require_keys, "SETITEMS": require_keys, "BUILD": require_record}
+    checked.update({"REDUCE": require_call, "NEWOBJ": require_call})
+    return checked.get(name, follow)
 
 
 class SafeUnpickler(_Unpickler):  # type: ignore[misc]
-    """Follows the instructions that ``pickle`` and ``torch.save`` write for plain data. What a name
-    stands for is said by the subclass: classes only, which keep what they are given."""
+    """Follows the instructions that ``pickle`` and ``torch.save`` write for plain data. A name
+    stands for one of ``stand_ins``: classes only, which keep what they are given; or for a dtype
+    or layout of torch's."""
 
     dispatch = _Instructions({getattr(pickle, name)[0]: _instruction(name) for name in _NEEDED})
-    keys: tuple[type, ...] = ()  # classes of keys, beside plain values
+
+    def __init__(self, pickled: bytes, stand_ins: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._stand_ins = stand_ins
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = vars(torch).get(name) if module == "torch" else None
+        if isinstance(found, (torch.dtype, torch.layout)):
+            return found
+        if (module, name) not in self._stand_ins:
+            raise ValueError(
+                f"a pickle names {shown(f'{module}.{name}')}, which no checkpoint needs: refused, "
+                "and not run. Do not trust this file"
+            )
+        return self._stand_ins[module, name]
 
 
 def is_key(key: Any) -> bool:
@@ -112,12 +128,13 @@ def is_key(key: Any) -> bool:
 
 
 class Record:
-    """Stands in for any class: keeps what was pickled, does nothing."""
+    """Stands in for any class: keeps what was pickled, does nothing. As a key it equals no other,
+    so that a file cannot give many the same hash."""
 
     def __setstate__(self, state: Any) -> None:
         state = state if isinstance(state, dict) else {"state": state}
         if len(state) > _MOST_ARGUMENTS:
-            raise Refused("a pickle of an object with too many attributes: refused")
+            raise ValueError("a pickle of an object with too many attributes: refused")
         self.__dict__.update(state)
 
 
@@ -153,11 +170,15 @@ def plain_value(tree: Any, nbytes: int, leaf: Callable[[Any], Any]) -> Any:
 
     def made(tree: Any, depth: int) -> Any:
         nonlocal left
-        left -= 1 + _length(tree) // 8
+        left -= 1
+        if isinstance(tree, (str, bytes)):
+            left -= len(tree) // 8
+        elif isinstance(tree, int):
+            left -= tree.bit_length() // 8
         if left < 0:
-            raise Refused(f"a pickle of {nbytes} bytes that grows when it is looked at: refused")
+            raise ValueError(f"a pickle of {nbytes} bytes that grows when it is looked at: refused")
         if depth > _DEEPEST:
-            raise Refused(f"a pickle that is nested more than {_DEEPEST} deep: refused")
+            raise ValueError(f"a pickle that is nested more than {_DEEPEST} deep: refused")
         if isinstance(tree, dict):
             pairs = ((made(k, depth + 1), made(v, depth + 1)) for k, v in tree.items())
             return type(tree)(pairs)
@@ -172,32 +193,30 @@ def plain_value(tree: Any, nbytes: int, leaf: Callable[[Any], Any]) -> Any:
     return made(tree, 0)
 
 
-def _length(value: Any) -> int:
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    return value.bit_length() if isinstance(value, int) else 0
-
-
 # -------------------------------------------------------------------------- what is expected
+
+
+def expect(is_right: bool, found: Any, what: str) -> None:
+    """Raise if something else was found in the place of ``what``."""
+    if not is_right:
+        is_short = type(found) in (int, float, str)
+        text = shown(found) if is_short else f"a {type(found).__name__}"
+        raise ValueError(f"a pickle has {text} in place of {what}")
 
 
 def as_sizes(values: Any) -> tuple[int, ...]:
     """A shape, offsets or strides."""
-    if type(values) not in (tuple, list) or len(values) > _MOST_ARGUMENTS:
-        raise Refused(f"a pickle has a {type(values).__name__} in place of sizes")
-    return tuple(as_count(size) for size in values)
+    expect(type(values) in (tuple, list) and len(values) <= _MOST_ARGUMENTS, values, "sizes")
+    return tuple(map(as_count, values))
 
 
 def as_count(value: Any) -> int:
     """A size, an offset or a length."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        what = shown(value) if type(value) in (int, float, str) else type(value).__name__
-        raise Refused(f"a pickle has {what} in place of a size")
-    return value
+    expect(type(value) is int and 0 <= value < 2**63, value, "a size")
+    return int(value)
 
 
 def as_text(value: Any) -> str:
     """A name."""
-    if type(value) is not str:
-        raise Refused(f"a pickle has a {type(value).__name__} in place of a name")
-    return value
+    expect(type(value) is str, value, "a name")
+    return str(value)

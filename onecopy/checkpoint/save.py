@@ -14,22 +14,21 @@ that is killed at any moment leaves one of the two.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onecopy.checkpoint.files import DataFileWriter, Progress
+from onecopy.checkpoint.files import DataFileWriter, progress
 from onecopy.checkpoint.metadata import (
-    Place,
-    TensorEntry,
-    Written,
+    MARK,
+    Stored,
+    digest,
     only_writer,
     parse_metadata,
     read_metadata,
+    require_name,
     sync_directory,
     write_metadata,
 )
@@ -50,9 +49,8 @@ from onecopy.planning.traits import class_name
 from onecopy.version import __version__
 
 PREFIX = "optim"
-MARK = "onecopy"
 _SUFFIX = ".distcp"  # of DCP's data files, and ours
-_OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")
+_OUR_FILES = re.compile(r"__\d+_[0-9a-f]{12}\.distcp")  # also of saves that were never completed
 
 
 def save_checkpoint(
@@ -60,18 +58,17 @@ def save_checkpoint(
 ) -> None:
     """Write the state that the view shows. Collective."""
     with contextlib.ExitStack() as held:
-        view: StateView | None = None
-        shards: list[StateShard] = []
+        prepared: list[Any] = []
+        older: set[str] = set()  # data files of the checkpoint before, on rank 0
 
         def prepare() -> list[str]:
-            nonlocal view
             view = make_view()
-            shards.extend(collect(view))
+            prepared.extend((view, collect(view)))
             require_name(directory)
             if rank_group.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_writer(directory))
-                _require_replaceable(directory, view.names)
+                older.update(_replaceable_files(directory, view.names))
             return [
                 f"to {directory}",
                 f"flattened: {flatten}",
@@ -80,18 +77,8 @@ def save_checkpoint(
             ]
 
         same_outcome(rank_group, "saving a checkpoint", prepare)
-        assert view is not None
-        token = rank_group.broadcast_bytes(
-            uuid.uuid4().hex[:12].encode() if rank_group.rank == 0 else None, source=0
-        ).decode()
-        _save(rank_group, view, shards, directory, token, flatten)
-
-
-def require_name(directory: Path) -> None:
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"the path {str(directory)!r} is not valid text: choose another") from None
+        view, shards = prepared
+        _save(rank_group, view, shards, directory, older, flatten)
 
 
 def _save(
@@ -99,25 +86,27 @@ def _save(
     view: StateView,
     shards: Sequence[StateShard],
     directory: Path,
-    token: str,
+    older: set[str],
     flatten: bool,
 ) -> None:
+    made = uuid.uuid4().hex[:12].encode() if rank_group.rank == 0 else None
+    token = rank_group.broadcast_bytes(made, source=0).decode()
     exchange = rank_group.monitor.exchange(token, f"saving to {directory}")
-    mine = f"__{rank_group.rank}_{token}.distcp"
+    mine = f"__{rank_group.rank}_{token}{_SUFFIX}"
 
-    def write() -> tuple[list[Written], list[str]]:
+    def write() -> tuple[list[Stored], list[str]]:
         """This rank's file: the entries in it, and the parameters without state."""
         directory.mkdir(parents=True, exist_ok=True)  # a network file system may be slow to show it
-        written: list[Written] = []
+        written: list[Stored] = []
         total = sum(shard.nbytes for shard in shards if shard.is_writer)
         with (
-            Progress(f"saving to {directory.name}", total, rank_group.rank == 0) as bar,
+            progress(f"saving to {directory.name}", total, rank_group.rank == 0) as add,
             DataFileWriter(directory, mine) as writer,
         ):
             for path, shard in _paths_in_file(view, shards, flatten):
-                for entry in _append(writer, path, shard):
-                    written.append(entry)
-                    bar.add(entry.place.length)
+                for stored in _append(writer, path, shard):
+                    written.append(stored)
+                    add(stored.place.length)
                     exchange.beat()
         sync_directory(directory)
         new = (owned for owned in view.local.shards if not view.local.state.get(owned.tensor))
@@ -128,17 +117,16 @@ def _save(
     def complete(reports: list[Any]) -> tuple[list[str], str | None]:
         """What is left of the checkpoint before, and what went wrong once the new one was there."""
         nonlocal cause
-        written = [_from_json(entry) for entries, _ in reports for entry in entries]
+        written = [Stored.from_json(*stored) for entries, _ in reports for stored in entries]
         _require_visible(directory, written)
         without_state = sorted({name for _, names in reports for name in names})
-        older = _files_of(directory)
-        left = sorted(older - {entry.place.file for entry in written})
-        name = f"__{rank_group.world_size}_{token}.distcp"
+        found = {path.name for path in directory.iterdir() if _OUR_FILES.fullmatch(path.name)}
+        left = sorted((older | found) - {stored.place.file for stored in written})
+        name = f"__{rank_group.world_size}_{token}{_SUFFIX}"
         try:
             with DataFileWriter(directory, name) as writer:
                 place = writer.append(_mark(view, without_state, written))
-            written.append(Written(f"{PREFIX}.{MARK}", (PREFIX, MARK), place))
-            write_metadata(directory, written)
+            write_metadata(directory, [*written, Stored(f"{PREFIX}.{MARK}", (PREFIX, MARK), place)])
             return left, None
         except Exception as error:
             is_there = _is_there(directory, token)
@@ -155,7 +143,7 @@ def _save(
             return left, f"{type(error).__name__}: {error}"
 
     try:
-        older, trouble = same_outcome(exchange, exchange.doing, write, complete)
+        replaced, trouble = same_outcome(exchange, exchange.doing, write, complete)
     except Exception:
         # After silence nobody knows whether rank 0 has completed the checkpoint: what it may name
         # stays, and is removed by the next save if it does not.
@@ -163,7 +151,11 @@ def _save(
             with contextlib.suppress(OSError):
                 (directory / mine).unlink()
         raise
-    _remove(directory, older[rank_group.rank :: rank_group.world_size])
+    for file in replaced[rank_group.rank :: rank_group.world_size]:
+        # Never anything else, nor outside, whatever a metadata file may say.
+        if Path(file).name == file and file.endswith(_SUFFIX):
+            with contextlib.suppress(OSError):
+                (directory / file).unlink()
     if trouble is not None:
         raise RuntimeError(
             f"{directory} holds the new checkpoint, and it is complete; but while rank 0 finished "
@@ -194,75 +186,63 @@ def _paths_in_file(
                     yield (PREFIX, f"param_groups.{name}.{key}", *rest), leaf
 
 
-def _append(writer: DataFileWriter, path: Steps, shard: StateShard) -> Iterator[Written]:
+def _append(writer: DataFileWriter, path: Steps, shard: StateShard) -> Iterator[Stored]:
     key = dotted(path)
     if not shard.is_tensor:
-        yield Written(key, path, writer.append(shard.data))
+        yield Stored(key, path, writer.append(shard.data))
         return
     dtype = str(shard.data.dtype).removeprefix("torch.")
     for chunk, data in shard.chunks():
         place = writer.append(data)
-        yield Written(key, path, place, dtype, shard.shape, chunk.offsets, chunk.sizes)
+        yield Stored(key, path, place, dtype, shard.shape, chunk.offsets, chunk.sizes)
 
 
-def _mark(view: StateView, without_state: list[str], written: list[Written]) -> dict[str, Any]:
+def _mark(
+    view: StateView, without_state: Sequence[str], written: Sequence[Stored]
+) -> Mapping[str, Any]:
     """Says in the file what cannot be seen from its keys."""
+    classes: dict[str, list[str]] = {}
+    for name, entry in zip(view.names, view.registry.entries, strict=True):
+        cls = view.registry.policies[entry.group].optimizer_class
+        classes.setdefault(class_name(cls), []).append(name)
     return {
         "version": __version__,
         "names": "positions" if view.names[0].startswith(BY_INDEX) else "names",
-        "classes": classes_of(view),
+        "classes": classes,
         "groups": [view.names_in(number) for number in range(len(view.groups))],
         "frozen": [view.names[index] for index in view.registry.unplanned(view.plan)],
         "not_begun": without_state,
-        "digest": digest((e.path, e.place, e.dtype, e.shape, e.offsets, e.sizes) for e in written),
+        "digest": digest(written),
     }
-
-
-def classes_of(view: StateView) -> dict[str, list[str]]:
-    """The names of the parameters that each optimizer class has."""
-    found: dict[str, list[str]] = {}
-    for name, entry in zip(view.names, view.registry.entries, strict=True):
-        cls = view.registry.policies[entry.group].optimizer_class
-        found.setdefault(class_name(cls), []).append(name)
-    return found
-
-
-def digest(entries: Iterable[tuple[Any, ...]]) -> str:
-    """A fingerprint of what the metadata says: (path, place, dtype, shape, offsets, sizes)."""
-    lines = sorted(json.dumps(entry) for entry in entries)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _from_json(entry: list[Any]) -> Written:
-    key, path, place, dtype, shape, offsets, sizes = entry
-    return Written(
-        key, tuple(path), Place(*place), dtype, tuple(shape), tuple(offsets), tuple(sizes)
-    )
 
 
 # -------------------------------------------------------------------------- the directory
 
 
-def _require_replaceable(directory: Path, names: Sequence[str]) -> None:
-    """Refuse to replace a checkpoint that holds anything but earlier state of these parameters."""
-    with contextlib.suppress(FileNotFoundError):
-        keys = parse_metadata(read_metadata(directory)).entries
-        other = [key for key in keys if not key.startswith(f"{PREFIX}.")]
-        if other:
-            raise ValueError(
-                f"{directory} is a checkpoint that holds something else than save() writes "
-                f"({other[0]}, ...), which would be lost: save to another directory, or save all "
-                "of it with dcp.save and optimizer.sharded()"
-            )
-        known = [key for key in keys if key.startswith(f"{PREFIX}.state.")]
-        ours = tuple(f"{PREFIX}.state.{name}." for name in (*names, BY_INDEX.rstrip(".")))
-        named = not any(name.startswith(BY_INDEX) for name in names)
-        if known and named and not any(key.startswith(ours) for key in known):
-            raise ValueError(
-                f"{directory} holds the state of another optimizer ({known[0]}, ...), which would "
-                "be lost: save to another directory, or save both with dcp.save and "
-                "optimizer.sharded()"
-            )
+def _replaceable_files(directory: Path, names: Sequence[str]) -> set[str]:
+    """The data files of the checkpoint that is there. Refuse to replace one that holds anything but
+    earlier state of these parameters."""
+    try:
+        entries = parse_metadata(read_metadata(directory))
+    except FileNotFoundError:
+        return set()
+    other = [key for key in entries if not key.startswith(f"{PREFIX}.")]
+    if other:
+        raise ValueError(
+            f"{directory} is a checkpoint that holds something else than save() writes "
+            f"({other[0]}, ...), which would be lost: save to another directory, or save all "
+            "of it with dcp.save and optimizer.sharded()"
+        )
+    known = [key for key in entries if key.startswith(f"{PREFIX}.state.")]
+    ours = tuple(f"{PREFIX}.state.{name}." for name in (*names, BY_INDEX.rstrip(".")))
+    named = not any(name.startswith(BY_INDEX) for name in names)
+    if known and named and not any(key.startswith(ours) for key in known):
+        raise ValueError(
+            f"{directory} holds the state of another optimizer ({known[0]}, ...), which would "
+            "be lost: save to another directory, or save both with dcp.save and "
+            "optimizer.sharded()"
+        )
+    return {stored.place.file for entry in entries.values() for stored in entry}
 
 
 def _is_there(directory: Path, token: str) -> bool | None:
@@ -275,34 +255,13 @@ def _is_there(directory: Path, token: str) -> bool | None:
         return None
 
 
-def _require_visible(directory: Path, written: list[Written]) -> None:
+def _require_visible(directory: Path, written: Sequence[Stored]) -> None:
     """Refuse to name files that this rank cannot see."""
-    ends: dict[str, int] = {}
-    for entry in written:
-        end = entry.place.offset + entry.place.length
-        ends[entry.place.file] = max(end, ends.get(entry.place.file, 0))
-    for file, end in ends.items():
+    # Of each file the last entry ends last.
+    for file, end in {s.place.file: s.place.offset + s.place.length for s in written}.items():
         path = directory / file
         if not path.exists() or path.stat().st_size < end:
             raise OSError(
                 f"{path} was written by rank {file.split('_')[2]} and cannot be seen by rank 0: "
                 "the directory must be on a file system that all ranks share"
             )
-
-
-def _files_of(directory: Path) -> set[str]:
-    """The data files of the checkpoint that is there, and of saves that were never completed."""
-    found = {path.name for path in directory.iterdir() if _OUR_FILES.fullmatch(path.name)}
-    with contextlib.suppress(FileNotFoundError):
-        for entry in parse_metadata(read_metadata(directory)).entries.values():
-            parts = entry.chunks if isinstance(entry, TensorEntry) else (entry,)
-            found |= {part.place.file for part in parts}
-    return found
-
-
-def _remove(directory: Path, files: Sequence[str]) -> None:
-    for file in files:
-        # Never anything else, nor outside, whatever a metadata file may say.
-        if Path(file).name == file and file.endswith(_SUFFIX):
-            with contextlib.suppress(OSError):
-                (directory / file).unlink()

@@ -45,35 +45,7 @@ from onecopy.sharding.sharded_params import (
 Compare = Callable[[torch.Tensor, str, Sequence[str]], None]
 
 
-class NoCheck:
-    """Without ``check_every``: the same methods do nothing."""
-
-    def before_step(self, step: int, sharded_params: ShardedParams, compare: Compare) -> None:
-        """A step begins, and nothing has been changed yet."""
-
-    def read_all(self) -> None:
-        """Before all buckets are updated at once: what :meth:`watch` does before each of them."""
-
-    def watch(self, bucket: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """While a bucket is updated."""
-        return contextlib.nullcontext()
-
-    def step_failed(self) -> None:
-        """In the middle, after something was updated."""
-
-    def state_changed(self) -> None:
-        """As it should: by a load, or by the user who says so."""
-
-    def changes(self, count: int) -> list[str]:
-        """Between two steps: of each of so many parameters, what of its state has changed when."""
-        return [""] * count
-
-    def require_unchanged(self, rank_group: RankGroup, names: Sequence[str]) -> None:
-        """Before the state is saved: else what has flipped would come back with every restart.
-        Collective."""
-
-
-class CorruptionCheck(NoCheck):
+class CorruptionCheck:
     """Reads what an optimizer holds, bucket by bucket, before it is updated and afterwards.
 
     A reading that is followed by the update counts: it goes into the history. If a step is refused
@@ -81,10 +53,9 @@ class CorruptionCheck(NoCheck):
     """
 
     def __init__(self, every: int) -> None:
-        self.every = every
+        self.every = every  # 0: nothing is read
         self._compared = 0  # before which step, last
         self._step = 0
-        self._attempt = 0  # at any step
         self._plan: Plan | None = None
         self._params: Sequence[torch.Tensor] = ()
         self._buckets: list[_BucketCheck] = []
@@ -97,6 +68,9 @@ class CorruptionCheck(NoCheck):
         return CorruptionCheck(self.every)
 
     def before_step(self, step: int, sharded_params: ShardedParams, compare: Compare) -> None:
+        """A step begins, and nothing has been changed yet."""
+        if not self.every:
+            return
         inner = sharded_params.inner
         self._begin(step, inner, sharded_params.plan, sharded_params.registry.params)
         compares, masters_will_follow = step % self.every == 0, bool(inner.masters.behind())
@@ -108,40 +82,55 @@ class CorruptionCheck(NoCheck):
             try:
                 compare(*self._history(), self._take_changes(len(self._params)))
             except RuntimeError:
-                self._begin_history(is_all_well=False)
+                # The step will be refused: there is another reading if it is called again.
+                self._begin_history(counted=0)
                 raise
-            self._begin_history(is_all_well=True)
+            self._begin_history(counted=step)
             self._compared = step
 
     def _begin(
         self, step: int, inner: InnerOptimizers, plan: Plan, params: Sequence[torch.Tensor]
     ) -> None:
         self._step = step
-        self._attempt += 1
         for bucket in self._buckets:
-            bucket.history.forget_reading()
+            # The step that it was before was refused, and other ranks may have none.
+            bucket.reading = None
         if plan is not self._plan and plan != self._plan:
             for bucket in self._buckets:  # no shard has moved: its state can still be compared
                 bucket.state.compare(step)
             self.state_changed()
             self._past = self._histories()
-            numbers = range(len(plan.buckets))
-            self._buckets = [_BucketCheck(inner, plan, params, number) for number in numbers]
+            self._buckets = [
+                _BucketCheck(inner, plan, params, number, self._changes)
+                for number in range(len(plan.buckets))
+            ]
         self._plan, self._params = plan, params
 
-    def read_all(self) -> None:
+    def _begin_history(self, counted: int) -> None:
+        """The history was compared."""
+        self._past, self._since = None, 0
         for bucket in self._buckets:
-            bucket.read(self._step, self._attempt)
+            bucket.history, bucket.reading, bucket.counted = None, None, counted
+
+    def read_all(self) -> None:
+        """Before all buckets are updated at once: what ``watch`` does before each of them."""
+        for bucket in self._buckets:
+            bucket.read(self._step)
 
     @contextlib.contextmanager
     def watch(self, bucket: int) -> Iterator[None]:
+        """While a bucket is updated."""
+        if not self.every:
+            yield
+            return
         check = self._buckets[bucket]
-        check.read(self._step, self._attempt)
+        check.read(self._step)
         yield
         self._count_reading(check)
-        check.state.remember(self._changes)  # while it is in the cache
+        check.state.remember()  # while it is in the cache
 
     def step_failed(self) -> None:
+        """In the middle, after something was updated."""
         # Other ranks have read every bucket in this step: so does this one, or its history would
         # be another. Memory that cannot be read has failed before: the user has to know that.
         with contextlib.suppress(Exception):
@@ -151,14 +140,19 @@ class CorruptionCheck(NoCheck):
         self.state_changed()
 
     def _count_reading(self, bucket: _BucketCheck) -> None:
-        if bucket.count_reading(self._step):
+        """The bucket has been updated: there will be no other reading before this step."""
+        if bucket.reading is not None:
+            bucket.history, bucket.reading = bucket.with_reading(), None
+            bucket.counted = self._step
             self._since = self._since or self._step
 
     def state_changed(self) -> None:
+        """As it should: by a load, or by the user who says so."""
         for bucket in self._buckets:
-            bucket.state.forget(self._changes)
+            bucket.state.forget()
 
     def changes(self, count: int) -> list[str]:
+        """Between two steps: of each of so many parameters, what of its state has changed when."""
         for bucket in self._buckets:
             bucket.state.compare(self._step + 1)
         return self._take_changes(count)
@@ -166,11 +160,15 @@ class CorruptionCheck(NoCheck):
     def _take_changes(self, count: int) -> list[str]:
         """They are then forgotten."""
         for bucket in self._buckets:
-            bucket.state.report(self._changes)
-        found, self._changes = self._changes, {}
-        return [found.get(index, "") for index in range(count)]
+            bucket.state.report()
+        found = [self._changes.get(index, "") for index in range(count)]
+        self._changes.clear()
+        return found
 
     def require_unchanged(self, rank_group: RankGroup, names: Sequence[str]) -> None:
+        """Before the state is saved: else what has flipped would come back with every restart.
+        Collective."""
+
         def prepare() -> list[str]:
             for name, change in zip(names, self.changes(len(names)), strict=True):
                 if change:
@@ -181,7 +179,8 @@ class CorruptionCheck(NoCheck):
                     )
             return []
 
-        same_outcome(rank_group, "looking at the state before it is saved", prepare)
+        if self.every:
+            same_outcome(rank_group, "looking at the state before it is saved", prepare)
 
     def _history(self) -> tuple[torch.Tensor, str]:
         """What each parameter was before the steps up to this one, before which all were read, and
@@ -189,101 +188,62 @@ class CorruptionCheck(NoCheck):
         assert self._plan is not None
         found = self._histories()
         # Nothing heals or spreads what is not trained: it is as wrong now as it ever was.
-        frozen = [i for i in range(len(self._params)) if i not in self._plan.params]
-        for index in frozen:
-            found[index] += checksum(self._params[index]).cpu()
+        for index, param in enumerate(self._params):
+            if index not in self._plan.params:
+                found[index] += checksum(param).cpu()
         since = self._since or self._step
         when = f"{since}" if since == self._step else f"{since} to {self._step}"
         return found, f" (looked at before step {when})"
-
-    def _begin_history(self, is_all_well: bool) -> None:
-        """The history was compared. If all is not well, the step will be refused, and the readings
-        before it were the last ones that anybody hears of."""
-        self._past, self._since = None, 0
-        for bucket in self._buckets:
-            bucket.begin_history(self._step if is_all_well else 0)
 
     def _histories(self) -> torch.Tensor:
         found = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
         if self._past is not None:  # parameters are only ever added
             found[: len(self._past)] = self._past * ODD
         for bucket in self._buckets:
-            found.index_add_(0, bucket.history.params, bucket.history.with_reading().cpu())
+            found.index_add_(0, bucket.params, bucket.with_reading().cpu())
         return found
 
 
 class _BucketCheck:
-    """What is known of a bucket."""
+    """The parameters in a bucket: what they were before the steps so far, one number for each part
+    of a parameter; and the record of this rank's state."""
 
     def __init__(
-        self, inner: InnerOptimizers, plan: Plan, params: Sequence[torch.Tensor], bucket: int
+        self,
+        inner: InnerOptimizers,
+        plan: Plan,
+        params: Sequence[torch.Tensor],
+        bucket: int,
+        changes: dict[int, str],
     ) -> None:
-        self.history = _ParamHistory(plan, params, bucket)
-        self.state = _StateRecord(inner, bucket)
-        self._read_in = 0  # an attempt at a step
-        self._counted = 0  # the step before which a reading counted, last
-
-    def read(self, step: int, attempt: int) -> None:
-        """Once per attempt, and not after a reading before this step that counted."""
-        if self._counted < step and self._read_in < attempt:
-            self._read_in = attempt
-            self.history.read()
-            self.state.compare(step)
-
-    def count_reading(self, step: int) -> bool:
-        """The bucket has been updated: there will be no other reading before this step. Whether
-        there was one that had not been counted."""
-        if not self.history.count_reading():
-            return False
-        self._counted = step
-        return True
-
-    def begin_history(self, counted: int) -> None:
-        self.history.forget()
-        self._counted = counted
-
-
-class _ParamHistory:
-    """The parameters in a bucket: what they were before the steps so far, one number for each part
-    of a parameter."""
-
-    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], bucket: int) -> None:
         segments = list(plan.segments(bucket))
         self._segments = [(params[s.param], s.start, s.stop) for s in segments]
         self.params = torch.tensor([s.param for s in segments], dtype=torch.int64, device="cpu")
-        self._counted: torch.Tensor | None = None
-        self._reading: torch.Tensor | None = None  # that does not count yet
+        self.history: torch.Tensor | None = None
+        self.reading: torch.Tensor | None = None  # that does not count yet
+        self.counted = 0  # the step before which a reading counted, last
         self._places: list[int] = []  # of the parameters in memory
         self._checksums = Checksums([])  # of the segments
+        self.state = _StateRecord(inner, bucket, changes)
 
-    def read(self) -> None:
+    def read(self, step: int) -> None:
+        """Once per attempt at a step, and not after a reading before this step that counted."""
+        if self.counted >= step or self.reading is not None:
+            return
         places = [param.data_ptr() for param, _, _ in self._segments]
         if places != self._places:
             self._places = places
             self._checksums = Checksums([part_of(p.detach(), i, j) for p, i, j in self._segments])
-        self._reading = self._checksums.now()
-
-    def forget_reading(self) -> None:
-        """The step that it was before was refused, and other ranks may have none."""
-        self._reading = None
-
-    def count_reading(self) -> bool:
-        """Take the last reading into the history, if there was one."""
-        if self._reading is None:
-            return False
-        self._counted, self._reading = self.with_reading(), None
-        return True
+        self.reading = self._checksums.now()
+        self.state.compare(step)
 
     def with_reading(self) -> torch.Tensor:
         """The history, and the reading that does not count yet."""
-        if self._counted is None:
-            return torch.zeros_like(self.params) if self._reading is None else self._reading
-        if self._reading is None:
-            return self._counted
-        return torch.add(self._reading, self._counted.to(self._reading.device), alpha=ODD)
-
-    def forget(self) -> None:
-        self._counted = self._reading = None
+        if self.history is None:
+            return torch.zeros_like(self.params) if self.reading is None else self.reading
+        if self.reading is None:
+            return self.history
+        return torch.add(self.reading, self.history.to(self.reading.device), alpha=ODD)
 
 
 Label = tuple[int, int, str]  # of a tensor of the state: parameter, first element there, key
@@ -292,26 +252,24 @@ Label = tuple[int, int, str]  # of a tensor of the state: parameter, first eleme
 class _StateRecord:
     """This rank's state in a bucket: whether it is what the last step has left."""
 
-    def __init__(self, inner: InnerOptimizers, bucket: int) -> None:
+    def __init__(self, inner: InnerOptimizers, bucket: int, changes: dict[int, str]) -> None:
         self._inner, self._bucket = inner, bucket
+        self._changes = changes  # where what was noticed is written down, by parameter
         self._labels: list[Label] = []
         self._steady: Checksums | None = None  # of the state, if it stays where it is
         self._last: list[weakref.ref[torch.Tensor]] = []  # the state that was remembered
         self._checksums: torch.Tensor | None = None  # that were remembered, by label
         self._changed_at: torch.Tensor | None = None  # the first step before which one had changed
 
-    def _state(self) -> tuple[list[Label], list[torch.Tensor]]:
-        return state_tensors(self._inner, self._inner.shards_in(self._bucket))
-
-    def remember(self, changes: dict[int, str]) -> None:
+    def remember(self) -> None:
         """The state was updated: until the next step nobody touches it."""
-        labels, tensors = self._state()
+        labels, tensors = state_tensors(self._inner, self._inner.shards_in(self._bucket))
         steady = self._steady
         if self._checksums is not None and steady is not None and steady.are_of(tensors):
             self._checksums = steady.now()
             return
         if labels != self._labels or self._checksums is None:
-            self.report(changes)
+            self.report()
             self._labels = labels
         # What a class makes anew in every step is not held on to: it would be there twice.
         same = [ref() for ref in self._last]
@@ -320,15 +278,15 @@ class _StateRecord:
         self._steady = Checksums(tensors) if is_steady else None
         self._checksums = (self._steady or Checksums(tensors)).now()
 
-    def forget(self, changes: dict[int, str]) -> None:
-        self.report(changes)
+    def forget(self) -> None:
+        self.report()
         self._checksums = self._steady = None
 
     def compare(self, step: int) -> None:
         """Is the state what it was when it was remembered?"""
         if self._checksums is None or not len(self._checksums):
             return
-        labels, tensors = self._state()
+        labels, tensors = state_tensors(self._inner, self._inner.shards_in(self._bucket))
         if self._steady is not None and self._steady.are_of(tensors):
             now = self._steady.now()
         elif self._labels == labels:
@@ -344,13 +302,12 @@ class _StateRecord:
         is_first = changed & (self._changed_at == 0)
         self._changed_at = torch.where(is_first, step, self._changed_at)
 
-    def report(self, changes: dict[int, str]) -> None:
+    def report(self) -> None:
         """Write down what has been noticed so far."""
         if self._changed_at is not None:
-            for label, step in zip(self._labels, self._changed_at.tolist(), strict=True):
+            for (param, _, key), step in zip(self._labels, self._changed_at.tolist(), strict=True):
                 if step:
-                    param, _, key = label
-                    changes.setdefault(param, f"{key}, before step {step}")
+                    self._changes.setdefault(param, f"{key}, before step {step}")
         self._changed_at = None
 
 
@@ -384,16 +341,11 @@ def _in_memory(key: Any, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _in_memory(f"{key}.{name}", getattr(tensor, name))
-    elif tensor.layout is torch.strided and _has_memory(tensor):
-        yield str(key), tensor
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Not a subclass that keeps its elements where only it knows."""
-    try:
-        return tensor.data_ptr() != 0 or not tensor.numel()
-    except RuntimeError:
-        return False
+    elif tensor.layout is torch.strided:
+        # RuntimeError: a subclass keeps its elements where only it knows.
+        with contextlib.suppress(RuntimeError):
+            if tensor.data_ptr() != 0 or not tensor.numel():
+                yield str(key), tensor
 
 
 class Checksums:
@@ -422,7 +374,15 @@ class Checksums:
         self._rests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: list[int] = []  # to be read the long way, by position
         for index, cell in zip(larger, self._cells[: len(larger)], strict=True):
-            self._prepare(index, self._tensors[index].detach(), cell)
+            tensor = self._tensors[index].detach()
+            is_misaligned = tensor.storage_offset() * tensor.element_size() % WORD_BYTES
+            if tensor.device.type != "cpu" or not is_dense(tensor) or is_misaligned:
+                self._others.append(index)
+                continue
+            words, rest = words_of(tensor)
+            self._sums.append((words, cell))
+            if rest.numel():
+                self._rests.append((rest, cell))
         self._numbers: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         start = len(larger)
         for dtype, indices in numbers.items():
@@ -432,16 +392,6 @@ class Checksums:
                 ([self._tensors[index].detach() for index in indices], together, cells)
             )
             start += len(indices)
-
-    def _prepare(self, index: int, tensor: torch.Tensor, cell: torch.Tensor) -> None:
-        is_misaligned = tensor.storage_offset() * tensor.element_size() % WORD_BYTES
-        if tensor.device.type != "cpu" or not is_dense(tensor) or is_misaligned:
-            self._others.append(index)
-            return
-        words, rest = words_of(tensor)
-        self._sums.append((words, cell))
-        if rest.numel():
-            self._rests.append((rest, cell))
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the same ones, where they were."""

@@ -1,119 +1,193 @@
-"""Do the ranks hold what they should? What must be equal on them is compared by 64-bit numbers, in
-one small all-reduce; if something is not, the same error on all ranks says what, and where."""
+"""Do the ranks hold what they should? What must be equal on them is compared by 64-bit numbers.
+
+``compare_gradients``: are the gradients that ``step`` gets in drop-in mode the same on all ranks,
+that is, averaged? ``require_equal_replicas``: are parameters and state what they should be?
+"""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import warnings
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
 
 import torch
 
+from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import RankGroup
+from onecopy.planning.layout import in_layout_of, is_dense
 from onecopy.planning.text import name_ranks
 from onecopy.sharding.inner import InnerOptimizers
+from onecopy.sharding.sharded_params import ODD, ShardedParams, fingerprint
 
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 _VIEW_BYTES = 200
 
 
-class Evidence(NamedTuple):
-    """What this rank knows of each parameter, in the order of the parameters."""
+def compare_gradients(
+    rank_group: RankGroup, sharded_params: ShardedParams, step: int, strict: bool
+) -> bool:
+    """Raise or warn on all ranks if ``param.grad`` differs; whether this has settled it: gradients
+    that are zero everywhere prove nothing. ``strict``: raise. Collective.
 
-    names: Sequence[str]
-    fingerprints: torch.Tensor  # of the parameters: equal on all ranks
-    counters: Sequence[Sequence[str]]  # the numbers in the state of its shards here
-    changes: Sequence[str]  # what has changed of its state, or nothing
-    since: str = ""  # when the parameters were read, if not now
-
-    @classmethod
-    def of(
-        cls,
-        inner: InnerOptimizers,
-        names: Sequence[str],
-        fingerprints: torch.Tensor,
-        changes: Sequence[str],
-        since: str = "",
-    ) -> Evidence:
-        """With the counters of the state: an elementwise class keeps the same in all shards of a
-        parameter, since it cannot know which one it has."""
-        counters: list[list[str]] = [[] for _ in names]
-        for owned in inner.shards:
-            state = inner.state.get(owned.tensor, {})
-            numbers = [
-                f"{key} = {value.item() if isinstance(value, torch.Tensor) else value!r}"
-                for key, value in sorted(state.items(), key=lambda item: str(item[0]))
-                if isinstance(value, (bool, int, float))
-                or (isinstance(value, torch.Tensor) and not value.dim())
-            ]
-            if numbers:
-                counters[owned.shard.param].append(", ".join(numbers))
-        return cls(names, fingerprints, counters, changes, since)
+    Why only a warning by default: torch's class accepts such training.
+    """
+    registry = sharded_params.registry
+    views, any_nonzero = _gradients_in_words(registry.params)
+    lines = [f"{name}: {view}" for name, view in zip(registry.names, views, strict=True)]
+    try:
+        same_outcome(rank_group, f"comparing gradients in step {step}", lambda: lines)
+    except RanksDisagree as difference:
+        if difference.line is None:  # the ranks do not even do the same
+            raise
+        error = _not_averaged(difference, sharded_params.name_in_module(difference.line))
+        if strict:
+            raise error from None
+        warnings.warn(str(error), stacklevel=_user_level())
+        return True
+    return any_nonzero
 
 
-def require_equal_replicas(rank_group: RankGroup, mine: Evidence) -> None:
-    """Raise on all ranks, naming the first parameter with which something is wrong. Collective."""
-    count = len(mine.names)
+def _not_averaged(difference: RanksDisagree, name: str) -> RanksDisagree:
+    views = "\n".join(difference.message.split("\n")[1:-1])
+    return RanksDisagree(
+        f"the gradient of {name} is not the same on all ranks, so it was not averaged:\n"
+        f"{views}\nWithout attach(...), step() expects gradients that were averaged over the "
+        "ranks. Wrap the module, DistributedDataParallel(model), call that, and do the last "
+        "backward before step() outside of no_sync(); or call optimizer.attach(model)"
+    )
+
+
+@torch.no_grad()
+def _gradients_in_words(params: Sequence[torch.Tensor]) -> tuple[list[str], bool]:
+    """Each parameter's gradient in words, and whether any of them is not zero."""
+    views: list[str] = []
+    numbers: list[torch.Tensor] = []
+    fingerprinted: list[int] = []  # of the parameters
+    for param in params:
+        grad = param.grad
+        parts: list[torch.Tensor] = []
+        if grad is None:
+            view = "no gradient"
+        elif grad.layout is torch.strided:
+            view = "a gradient"
+            parts = [in_layout_of(param, grad) if is_dense(param) else grad.contiguous()]
+        elif grad.layout is torch.sparse_coo:
+            rows = grad.coalesce()
+            view = "a sparse gradient"
+            parts = [rows.values().contiguous(), rows.indices().contiguous()]
+        else:
+            view = f"a gradient in {grad.layout}"
+        if parts:
+            total = fingerprint(parts[0])
+            for other in parts[1:]:
+                total = total * ODD + fingerprint(other)
+            numbers.append(torch.stack([total, parts[0].bool().any().to(total)]))
+            fingerprinted.append(len(views))
+        views.append(view)
+    # Read together, so that an accelerator is waited for once.
+    read = torch.stack([pair.to(numbers[0].device) for pair in numbers]).tolist() if numbers else []
+    for index, (number, _) in zip(fingerprinted, read, strict=True):
+        views[index] += f", fingerprint {number % (1 << 64):x}"
+    return views, any(is_nonzero for _, is_nonzero in read)
+
+
+def _user_level() -> int:
+    """The ``stacklevel`` with which the caller's warning names the user's line: a step may be
+    called through profiler hooks, schedulers and scalers of torch."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("onecopy", "torch"):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def require_equal_replicas(
+    rank_group: RankGroup,
+    inner: InnerOptimizers,
+    names: Sequence[str],
+    fingerprints: torch.Tensor,
+    changes: Sequence[str],
+    since: str = "",
+) -> None:
+    """Raise on all ranks, naming the first parameter with which something is wrong. One small
+    all-reduce. Collective.
+
+    Of each parameter: its name; its fingerprint, which must be equal on all ranks, and when it was
+    taken, if not now; and what has changed of its state, or nothing. An elementwise class keeps
+    the same numbers in the state of all shards of a parameter, since it cannot know which one it
+    has: these are compared, too.
+    """
+    count = len(names)
     if not count:
         return
-    prints = mine.fingerprints.cpu()
-    counters = [sorted(map(_number, said)) for said in mine.counters]
+    prints = fingerprints.cpu()
+    numbers = _numbers_in_state(inner, count)
+    hashed = [sorted(map(_hash, said)) for said in numbers]
     # A rank without shards of a parameter is neither below nor above the others.
-    low = [said[0] if said else _GREATEST for said in counters]
-    high = [said[-1] if said else _LEAST for said in counters]
-    changed = [int(bool(said)) for said in mine.changes]
+    low = [said[0] if said else _GREATEST for said in hashed]
+    high = [said[-1] if said else _LEAST for said in hashed]
+    changed = [int(bool(said)) for said in changes]
     least, greatest = rank_group.extremes(
         torch.cat([prints, torch.tensor([*low, *[0] * count], device="cpu")]),
         torch.cat([prints, torch.tensor([*high, *changed], device="cpu")]),
     )
     wrong = (least < greatest).nonzero().flatten().tolist()
-    if wrong:
-        _complain(rank_group, mine, wrong)
-
-
-def _complain(rank_group: RankGroup, mine: Evidence, wrong: Sequence[int]) -> NoReturn:
-    count = len(mine.names)
+    if not wrong:
+        return
     kind, index = divmod(wrong[0], count)
-    name = mine.names[index]
-    alike = [place for place in wrong if place // count == kind]
-    more = f" ({len(alike) - 1} more parameters are affected)" if len(alike) > 1 else ""
+    name = names[index]
+    alike = sum(place // count == kind for place in wrong)
+    more = f" ({alike - 1} more parameters are affected)" if alike > 1 else ""
+    mine = (
+        f"{int(fingerprints[index]):x}",
+        " and ".join(sorted(set(numbers[index]))),
+        changes[index],
+    )[kind]
+    holders: dict[str, list[int]] = {}  # of what the ranks say, if they say something
+    payload = mine.encode()[:_VIEW_BYTES].ljust(_VIEW_BYTES, b"\0")
+    for rank, said in enumerate(rank_group.all_gather_bytes(payload)):
+        if text := said.rstrip(b"\0").decode(errors="ignore"):
+            holders.setdefault(text, []).append(rank)
     if kind == 0:
-        views = _views(rank_group, f"{int(mine.fingerprints[index]):x}")
-        within = "; ".join(name_ranks(ranks) for ranks in views.values())
+        within = "; ".join(map(name_ranks, holders.values()))
         raise RuntimeError(
-            f"{name} is not the same on all ranks{mine.since}: it is equal only within {within}"
+            f"{name} is not the same on all ranks{since}: it is equal only within {within}"
             f"{more}. Did the ranks start from different values, did something change a parameter "
             "on some of them, or has a bit in memory flipped?"
         )
+    views = "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in holders.items())
     if kind == 1:
-        views = _views(rank_group, " and ".join(sorted(set(mine.counters[index]))))
         raise RuntimeError(
-            f"the parts of {name} have state that differs: {_listed(views)}{more}. Was state "
+            f"the parts of {name} have state that differs: {views}{more}. Was state "
             "loaded or written on some ranks only, or has a bit in memory flipped?"
         )
-    views = _views(rank_group, mine.changes[index])
     raise RuntimeError(
-        f"the state of {name} has changed although no step was taken: {_listed(views)}{more}. Has "
+        f"the state of {name} has changed although no step was taken: {views}{more}. Has "
         "a bit in memory flipped? If your code writes into the state, let it say so: "
         "optimizer.state = optimizer.state"
     )
 
 
-def _views(rank_group: RankGroup, mine: str) -> dict[str, list[int]]:
-    """What the ranks say, each text with those that say it, without those that say nothing."""
-    payload = mine.encode()[:_VIEW_BYTES].ljust(_VIEW_BYTES, b"\0")
-    holders: dict[str, list[int]] = {}
-    for rank, said in enumerate(rank_group.all_gather_bytes(payload)):
-        text = said.rstrip(b"\0").decode(errors="ignore")
-        if text:
-            holders.setdefault(text, []).append(rank)
-    return holders
+def _numbers_in_state(inner: InnerOptimizers, count: int) -> list[list[str]]:
+    """By parameter, as text: those in the state of each of its shards here."""
+    found: list[list[str]] = [[] for _ in range(count)]
+    for owned in inner.shards:
+        numbers = [
+            f"{key} = {value.item() if isinstance(value, torch.Tensor) else value!r}"
+            for key, value in sorted(
+                inner.state.get(owned.tensor, {}).items(), key=lambda item: str(item[0])
+            )
+            if isinstance(value, (bool, int, float))
+            or (isinstance(value, torch.Tensor) and not value.dim())
+        ]
+        if numbers:
+            found[owned.shard.param].append(", ".join(numbers))
+    return found
 
 
-def _listed(views: dict[str, list[int]]) -> str:
-    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in views.items())
-
-
-def _number(text: str) -> int:
-    """The same for the same text, in every process."""
+def _hash(text: str) -> int:
+    """The same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

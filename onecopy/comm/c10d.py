@@ -38,11 +38,7 @@ class C10dComm(Comm):
     def __init__(self, group: RankGroup, is_native: bool) -> None:
         """``is_native``: all_gather and reduce_scatter of the backend are used, too."""
         self.group = group
-        self._links = Links(is_native)
-
-    @property
-    def links(self) -> Links:
-        return self._links
+        self.links = Links(is_native)
 
     def release_unused(self) -> None:
         """Nothing is kept besides the buffers."""
@@ -52,7 +48,7 @@ class C10dComm(Comm):
 
     def all_gather(self, params: BucketParams, staging: GatherBuffers) -> Collective:
         packed = staging.packed
-        if params.layout.kind is Kind.WHOLE or not self._links.native:
+        if params.layout.kind is Kind.WHOLE or not self.links.native:
             return self._broadcasts(params, packed)
         if params.layout.has_equal_slots:
             return self._equal_slots(params, packed)
@@ -141,7 +137,7 @@ class C10dComm(Comm):
         wire, held = send.tensor.itemsize, slot.tensor.itemsize
         if world == 1:
             launch, contributions = group.nothing, [layout.part(outgoing, 0)]
-        elif is_one_sum(layout.plan, layout.index, self._links, wire, held):
+        elif is_one_sum(layout.plan, layout.index, self.links, wire, held):
             mine = receive.tensor[:numel]
             launch, contributions = self._reducing(outgoing, mine), [mine]
         else:

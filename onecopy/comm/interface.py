@@ -275,14 +275,10 @@ class Comm(ABC):
     """Bucket collectives among the ranks of a group, for tensors of one kind of device."""
 
     group: RankGroup
+    links: Links  # how this rank exchanges buckets, from which the staging is computed
     # Buffers that other ranks read, beyond the collectives in flight: a rank that is ahead of its
     # readers goes on.
     spare_buffers = 0
-
-    @property
-    @abstractmethod
-    def links(self) -> Links:
-        """How this rank exchanges buckets, from which the staging is computed."""
 
     @abstractmethod
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:

@@ -33,7 +33,7 @@ from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
 from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment, Shard
-from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_staging, sum_dtype
+from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_elements, sum_dtype
 from onecopy.planning.text import name_ranks, plural
 from onecopy.sharding.engine import (
     BucketQueue,
@@ -392,12 +392,13 @@ class GradientReducer:
             number, wire, held = bucket.number, bucket.wire, bucket.slot.tensor.dtype
             sums = wire.to(sum_dtype(wire.dtype, held))
             sizes = wire.itemsize, held.itemsize, sums.dtype != wire.dtype
-            needed = reduce_scatter_staging(plan, number, self._rank_group.rank, comm.links, *sizes)
+            own = bucket.slot.tensor.numel()
+            received, summed = reduce_scatter_elements(plan, number, own, comm.links, *sizes)
             turn, send_turn = number % IN_FLIGHT, number % (IN_FLIGHT + comm.spare_buffers)
             found += [
                 StagingRequest(("send", send_turn), bucket.layout.numel, wire, comm.allocate),
-                StagingRequest(("receive", turn), needed.received, wire, Buffer.allocate),
-                StagingRequest(("sums", turn), needed.sums, sums, Buffer.allocate),
+                StagingRequest(("receive", turn), received, wire, Buffer.allocate),
+                StagingRequest(("sums", turn), summed, sums, Buffer.allocate),
             ]
         return found
 

@@ -8,7 +8,6 @@ order of the plan's indices). Nothing here communicates: ``ParamRegistry.descrip
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -302,7 +301,6 @@ class GroupPolicy:
     optimizer_class: type[Optimizer]
     kind: Kind
     fused: bool
-    differentiable: bool
 
     def needs_other_cuts_than(self, before: GroupPolicy) -> bool:
         """Whether a plan made for another policy is wrong for this one."""
@@ -329,13 +327,14 @@ class PartitionPolicy:
         master_dtype = self.settings.master_dtype
         dtypes = dict.fromkeys(update_dtype(param.dtype, master_dtype) for param in group["params"])
         kind = partition_kind(cls, options, group.get("partition", self.settings.partition), dtypes)
-        fused, differentiable = _is_on("fused", options), _is_on("differentiable", options)
-        if differentiable and self.world_size > 1:
+        switches = {name: options.get(name) for name in ("fused", "differentiable")}
+        check_switches(**{name: value for name, value in switches.items() if value is not None})
+        if switches["differentiable"] and self.world_size > 1:
             raise ValueError(
                 "differentiable=True cannot be sharded: no graph leads through a parameter that "
                 "arrives from another rank"
             )
-        return GroupPolicy(cls, kind, fused, differentiable)
+        return GroupPolicy(cls, kind, bool(switches["fused"]))
 
     def with_options(
         self, present: Sequence[GroupPolicy], groups: Groups, options: Groups
@@ -343,30 +342,13 @@ class PartitionPolicy:
         """How groups that have the policies ``present`` would be sharded with other options."""
         found = []
         for policy, ours, theirs in zip(present, groups, options, strict=True):
-            taken = _constructor_options(policy.optimizer_class, {**ours, **theirs})
+            # The options that the class takes. It may keep others in its groups for itself.
+            accepted = inspect.signature(policy.optimizer_class).parameters
+            merged = options_of({**ours, **theirs}).items()
+            taken = {key: value for key, value in merged if key in accepted}
             fixed = {key: ours[key] for key in NOT_OPTIONS if key in ours}
             found.append(self.of({**fixed, **taken}, self.given))
         return found
-
-
-def _is_on(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether an option of the optimizer class that switches something is given, and on."""
-    value = options.get(name)
-    if value is not None:
-        check_switches(**{name: value})
-    return bool(value)
-
-
-def _constructor_options(cls: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that the class takes. It may keep others there for itself."""
-    hashable: Any = cls
-    taken = _arguments_of(hashable)
-    return {key: value for key, value in options_of(group).items() if key in taken}
-
-
-@functools.lru_cache(maxsize=64)
-def _arguments_of(cls: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(cls).parameters)
 
 
 # -------------------------------------------------------------------------- the registry

@@ -38,23 +38,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from onecopy.planning.text import shown
 from onecopy.planning.traits import Kind
 
 _MOST_MIB = 2**40  # an exbibyte
-
-
-def check_bucket_mb(bucket_mb: Any) -> None:
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
-        raise TypeError(f"bucket_mb must be a number of MiB, got {shown(bucket_mb)}")
-    if not 0 < bucket_mb <= _MOST_MIB:
-        raise ValueError(
-            "bucket_mb must be a positive number of MiB, and no more than any machine has: got "
-            f"{shown(bucket_mb)}"
-        )
-
 
 # Elements that are never separated. Why: a vectorised loop and its scalar tail may round
 # differently, so a cut changes bits unless it lies a multiple of the vector length away from the
@@ -212,6 +200,11 @@ class Plan:
         ranks = range(self.world_size)
         return bisect.bisect_right(ranks, offset, key=lambda r: self.slot(bucket, r)[0]) - 1
 
+    def owners(self, bucket: int, segment: Segment) -> tuple[int, int]:
+        """The first and the last rank that own some of a segment."""
+        last = segment.offset + max(segment.numel, 1) - 1
+        return self.rank_at(bucket, segment.offset), self.rank_at(bucket, last)
+
     def range_of(self, bucket: int, rank: int) -> tuple[int, int]:
         """[start, stop) of what a rank owns in a bucket of any kind: always one run."""
         if self.streams[self.buckets[bucket].stream].kind is Kind.ELEMENTWISE:
@@ -270,11 +263,10 @@ class Plan:
         cut, seen = set(), set()
         for number in range(len(self.buckets)):
             for segment in self.segments(number):
-                param, last = segment.param, segment.offset + max(segment.numel, 1) - 1
-                owners = {self.rank_at(number, segment.offset), self.rank_at(number, last)}
-                if param in seen or len(owners) > 1:
-                    cut.add(param)
-                seen.add(param)
+                first, last = self.owners(number, segment)
+                if segment.param in seen or first != last:
+                    cut.add(segment.param)
+                seen.add(segment.param)
         return frozenset(cut)
 
     def load(self, rank: int, kind: Kind | None = None) -> int:
@@ -304,22 +296,20 @@ class Plan:
         owners = _owners(
             self, [s for key, of in together.items() if key[0] is Kind.WHOLE for s in of]
         )
-        laid_out = {
-            key: _lay_out(of, Kind.ELEMENTWISE, of[0].unit)
+        # The new streams, each with the ends of its buckets.
+        laid_out = [
+            _whole_stream(of, owners, self.bucket_bytes)
+            if key[0] is Kind.WHOLE
+            else _elementwise_stream(of, self)
             for key, of in together.items()
-            if key[0] is Kind.ELEMENTWISE
-        }
-        extras = _deal_remainders(self, laid_out.values())
-        streams = list(self.streams)
-        new_buckets: list[Bucket] = []
-        for key, of_stream in together.items():
-            if key[0] is Kind.WHOLE:
-                stream, buckets = _whole_stream(len(streams), of_stream, owners, self.bucket_bytes)
-            else:
-                stream = laid_out[key]
-                buckets = _cut(len(streams), stream, extras[stream.params], self)
-            streams.append(stream)
-            new_buckets += buckets
+        ]
+        streams = [*self.streams, *(stream for stream, _ in laid_out)]
+        extras = _deal_remainders(self, streams[len(self.streams) :])
+        new_buckets = [
+            Bucket(number, start, stop, extras.get(number, ()) if stop == stream.stop else ())
+            for number, (stream, ends) in enumerate(laid_out, len(self.streams))
+            for start, stop in itertools.pairwise([0, *ends])
+        ]
 
         def earliest_param(bucket: Bucket) -> int:
             stream = streams[bucket.stream]
@@ -341,7 +331,13 @@ def make_plan(specs: Iterable[ParamSpec], world_size: int, bucket_mb: float = 25
     >>> [(p.param, p.start, p.stop) for p in plan.shards(0)]
     [(1, 0, 5), (0, 0, 3)]
     """
-    check_bucket_mb(bucket_mb)
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
+        raise TypeError(f"bucket_mb must be a number of MiB, got {shown(bucket_mb)}")
+    if not 0 < bucket_mb <= _MOST_MIB:
+        raise ValueError(
+            "bucket_mb must be a positive number of MiB, and no more than any machine has: got "
+            f"{shown(bucket_mb)}"
+        )
     return Plan(world_size, max(1, int(bucket_mb * 2**20))).extended(specs)
 
 
@@ -357,11 +353,9 @@ def default_bucket_mb(numbytes: int) -> float:
     return min(25.0, max(1.0, sixteenths / 16))
 
 
-def _deal_remainders(
-    plan: Plan, streams: Iterable[Stream]
-) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The ranks whose slot in the last bucket of a stream is one unit longer, keyed by the
-    parameters of the stream.
+def _deal_remainders(plan: Plan, streams: Sequence[Stream]) -> dict[int, tuple[int, ...]]:
+    """The ranks whose slot in the last bucket of a stream is one unit longer, by the number that
+    the stream gets in the plan.
 
     Streams are dealt in the order of their first parameter. The extra units of a stream go to the
     ranks with the smallest load, the lowest first. While all units are of one size, that is a
@@ -373,45 +367,47 @@ def _deal_remainders(
         for rank in bucket.extra:
             loads[rank] += plan.streams[bucket.stream].unit
     extras = {}
-    for stream in sorted(streams, key=lambda s: min(s.params)):
-        rest = stream.stop // stream.unit % plan.world_size
-        chosen = heapq.nsmallest(rest, range(plan.world_size), key=lambda r: (loads[r], r))
-        for rank in chosen:
-            loads[rank] += stream.unit
-        extras[stream.params] = tuple(sorted(chosen))
+    numbered = enumerate(streams, len(plan.streams))
+    for number, stream in sorted(numbered, key=lambda pair: min(pair[1].params)):
+        if stream.kind is Kind.ELEMENTWISE:
+            rest = stream.stop // stream.unit % plan.world_size
+            chosen = heapq.nsmallest(rest, range(plan.world_size), key=lambda r: (loads[r], r))
+            for rank in chosen:
+                loads[rank] += stream.unit
+            extras[number] = tuple(sorted(chosen))
     return extras
 
 
-def _cut(number: int, stream: Stream, extra: tuple[int, ...], plan: Plan) -> list[Bucket]:
-    """The buckets of an elementwise stream; ``extra``: the ranks that get one unit more."""
+def _elementwise_stream(specs: Sequence[ParamSpec], plan: Plan) -> tuple[Stream, list[int]]:
+    stream = _lay_out(specs, Kind.ELEMENTWISE, specs[0].unit)
     if plan.world_size == 1:  # only an uncut parameter is itself the shard
-        return [Bucket(number, 0, stream.stop)]
+        return stream, [stream.stop]
     row = plan.world_size * stream.unit  # one unit for every rank
     length = max(1, plan.bucket_bytes // (row * stream.itemsize)) * row
-    starts = range(0, stream.stop, length)
-    buckets = [Bucket(number, start, min(start + length, stream.stop)) for start in starts]
-    if extra:
-        buckets[-1] = replace(buckets[-1], extra=extra)
-    return buckets
+    return stream, [*range(length, stream.stop, length), stream.stop]
 
 
 def _whole_stream(
-    number: int, specs: Sequence[ParamSpec], owners: Mapping[int, int], limit: int
-) -> tuple[Stream, list[Bucket]]:
-    """A stream of whole tensors, in buckets of at most ``limit`` bytes.
-
-    Within a bucket the tensors of one owner are adjacent, so that one message can hold them.
-    """
-    runs = [sorted(run, key=lambda s: owners[s.index]) for run in _runs(specs, limit)]
-    ordered = [spec for run in runs for spec in run]
+    specs: Sequence[ParamSpec], owners: Mapping[int, int], limit: int
+) -> tuple[Stream, list[int]]:
+    """A bucket has at most ``limit`` bytes, or one tensor that is larger. Within it the tensors of
+    one owner are adjacent, so that one message can hold them."""
+    runs: list[list[ParamSpec]] = []
+    size = 0
+    for spec in specs:
+        size += spec.numel * spec.itemsize
+        if not runs or size > limit:
+            runs.append([])
+            size = spec.numel * spec.itemsize
+        runs[-1].append(spec)
+    ordered = [spec for run in runs for spec in sorted(run, key=lambda s: owners[s.index])]
     stream = replace(
         _lay_out(ordered, Kind.WHOLE, 1),
         owners=tuple(owners[spec.index] for spec in ordered),
         costs=tuple(_cost(spec) for spec in ordered),
     )
     edges = (*stream.starts, stream.stop)
-    ends = [edges[i] for i in accumulate(map(len, runs), initial=0)]
-    return stream, [Bucket(number, start, stop) for start, stop in itertools.pairwise(ends)]
+    return stream, [edges[end] for end in accumulate(map(len, runs))]
 
 
 def _lay_out(specs: Sequence[ParamSpec], kind: Kind, unit: int) -> Stream:
@@ -429,20 +425,6 @@ def _lay_out(specs: Sequence[ParamSpec], kind: Kind, unit: int) -> Stream:
         starts=starts[:-1],
         stop=starts[-1],
     )
-
-
-def _runs(specs: Iterable[ParamSpec], limit: int) -> Iterator[list[ParamSpec]]:
-    """Runs of tensors of at most ``limit`` bytes together, or of one that is larger."""
-    run: list[ParamSpec] = []
-    size = 0
-    for spec in specs:
-        numbytes = spec.numel * spec.itemsize
-        if run and size + numbytes > limit:
-            yield run
-            run, size = [], 0
-        run.append(spec)
-        size += numbytes
-    yield run
 
 
 def _owners(plan: Plan, specs: Sequence[ParamSpec]) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,14 +49,8 @@ class MemoryReport:
     def from_dict(cls, counts: Mapping[str, int]) -> MemoryReport:
         """The inverse of ``as_dict``."""
         state = {k.removeprefix("state/"): n for k, n in counts.items() if k.startswith("state/")}
-        return cls(
-            parameters=counts["parameters"],
-            gradients=counts["gradients"],
-            state=state,
-            master_copies=counts["master_copies"],
-            staging=counts["staging"],
-            ddp_buckets=counts["ddp_buckets"],
-        )
+        others = {key: n for key, n in counts.items() if not key.startswith("state/")}
+        return cls(state=state, **others)
 
     def __str__(self) -> str:
         rows = [*self.as_dict().items(), ("total", self.total)]
@@ -126,17 +120,13 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
     for number, bucket in enumerate(plan.buckets):
         stream, each = plan.streams[bucket.stream], owned_elements(plan, number)[None]
         for segment in plan.segments(number):
-            label, start, stop = (
-                label_of(segment.param),
-                segment.offset,
-                segment.offset + segment.numel,
-            )
+            label, start = label_of(segment.param), segment.offset
             if label not in found:
                 found[label] = [0] * (plan.world_size + 1), [0] * (plan.world_size + 1)
             elements, shards = found[label]
-            first, last = plan.rank_at(number, start), plan.rank_at(number, max(start, stop - 1))
+            first, last = plan.owners(number, segment)
             if first == last:
-                add(elements, first, first, stop - start)
+                add(elements, first, first, segment.numel)
                 add(shards, first, first, 1)
                 continue
             add(elements, first, last, each)
@@ -147,7 +137,7 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
                     add(shards, rank, rank, 0 if each else 1)
             # The first and the last own elements of other parameters, too.
             add(elements, first, first, plan.slot(number, first)[0] - start)
-            add(elements, last, last, stop - plan.slot(number, last)[1])
+            add(elements, last, last, start + segment.numel - plan.slot(number, last)[1])
     return Counts(
         {label: list(accumulate(steps[:-1])) for label, (steps, _) in found.items()},
         {label: list(accumulate(steps[:-1])) for label, (_, steps) in found.items()},
@@ -220,40 +210,25 @@ def is_shared(numbytes: int, links: Links) -> bool:
     return links.messages and numbytes >= MIN_SHARED_BYTES
 
 
-class AllGatherStaging(NamedTuple):
-    """Elements on one rank."""
-
-    packed: int  # what is copied to travel
-    shared: int  # what local ranks read: this rank's own part, and what it passes on
-
-
-def all_gather_staging(
-    plan: Plan,
-    bucket: int,
-    rank: int,
-    links: Links,
-    flat: bool,
-    is_dense: Callable[[int], bool],
-) -> AllGatherStaging:
-    """What the all-gather of a bucket needs; ``flat``: its parameters live in flat storage."""
-    owners = (rank, *links.relayed) if links.local_ranks > 1 else ()
-    itemsize = plan.streams[plan.buckets[bucket].stream].itemsize
-    shared = _shared_elements(plan, bucket, owners, links, itemsize)
-    return AllGatherStaging(_packed_elements(plan, bucket, links, flat, is_dense), shared)
-
-
-def _shared_elements(
+def shared_elements(
     plan: Plan, bucket: int, owners: Iterable[int], links: Links, itemsize: int
 ) -> int:
+    """Elements of these owners in a bucket that local ranks read in memory."""
     ranges = (plan.range_of(bucket, owner) for owner in owners)
-    numels = (stop - start for start, stop in ranges)
-    return sum(numel for numel in numels if is_shared(numel * itemsize, links))
+    return sum(_shared(stop - start, links, itemsize) for start, stop in ranges)
 
 
-def _packed_elements(
+def _shared(own: int, links: Links, itemsize: int) -> int:
+    return own if links.local_ranks > 1 and is_shared(own * itemsize, links) else 0
+
+
+def packed_elements(
     plan: Plan, bucket: int, links: Links, flat: bool, is_dense: Callable[[int], bool]
 ) -> int:
-    """Elements of a bucket that are copied when it is gathered: the same on all ranks of a host."""
+    """Elements of a bucket that are copied when it is gathered: the same on all ranks of a host.
+
+    ``flat``: its parameters live in flat storage.
+    """
     b = plan.buckets[bucket]
     stream, segments = plan.streams[b.stream], list(plan.segments(bucket))
     if stream.kind is Kind.ELEMENTWISE and links.native:
@@ -263,10 +238,8 @@ def _packed_elements(
     # In messages: what is too small for one of its own. A rank in whose range no parameter begins
     # owns a single shard, which needs no packing.
     packed = 0
-    for rank in set() if flat else {plan.rank_at(bucket, s.offset) for s in segments}:
-        if links.local_ranks > 1 and _shared_elements(
-            plan, bucket, (rank,), links, stream.itemsize
-        ):
+    for rank in set() if flat else {plan.owners(bucket, s)[0] for s in segments}:
+        if shared_elements(plan, bucket, (rank,), links, stream.itemsize):
             continue
         shards = [shard for shard in plan.shards_in(bucket, rank) if shard.numel]
         small = []
@@ -286,37 +259,25 @@ def is_one_sum(plan: Plan, bucket: int, links: Links, wire: int, held: int) -> b
     return links.native and plan.has_equal_slots(bucket) and wire >= held
 
 
-class ReduceScatterStaging(NamedTuple):
-    """Elements on one rank, besides its gradients of the whole bucket."""
+def reduce_scatter_elements(
+    plan: Plan, bucket: int, own: int, links: Links, wire: int, held: int, sums_are_wide: bool
+) -> tuple[int, int]:
+    """What a rank that owns so many elements of a bucket needs besides its gradients of it:
+    elements received in the dtype of the wire, and sums of hosts in a wider one.
 
-    received: int  # contributions of other ranks, in the dtype of the wire
-    sums: int  # sums of hosts in a wider dtype: received, and sent for this host
-
-
-def reduce_scatter_staging(
-    plan: Plan, bucket: int, rank: int, links: Links, wire: int, held: int, sums_are_wide: bool
-) -> ReduceScatterStaging:
-    """What the reduce-scatter of a bucket needs. Bytes of an element: ``wire`` as it travels,
-    ``held`` in the sum; ``sums_are_wide``: sums of hosts have more than ``wire``."""
-    start, stop = plan.range_of(bucket, rank)
-    own = stop - start
-    received = _received_elements(plan, bucket, own, links, wire, held)
-    if not sums_are_wide:
-        return ReduceScatterStaging(received, 0)
-    summed = own * links.summing_hosts if is_shared(own * wire, links) else 0
-    relayed = _shared_elements(plan, bucket, links.relayed, links, wire)
-    return ReduceScatterStaging(received - summed, summed + relayed)
-
-
-def _received_elements(
-    plan: Plan, bucket: int, own: int, links: Links, wire: int, held: int
-) -> int:
-    """What a rank receives that owns so many elements of a bucket."""
+    Bytes of an element: ``wire`` as it travels, ``held`` in the sum.
+    """
     if plan.world_size == 1:
-        return 0
+        return 0, 0
     if not links.messages:  # an all-to-all copies this rank's own part, too
-        return own if is_one_sum(plan, bucket, links, wire, held) else own * plan.world_size
-    return own * (links.other_hosts if is_shared(own * wire, links) else plan.world_size - 1)
+        one_sum = is_one_sum(plan, bucket, links, wire, held)
+        return own if one_sum else own * plan.world_size, 0
+    if not is_shared(own * wire, links):
+        received, summed = own * (plan.world_size - 1), 0
+    else:
+        received, summed = own * links.other_hosts, own * links.summing_hosts * sums_are_wide
+    relayed = shared_elements(plan, bucket, links.relayed, links, wire) * sums_are_wide
+    return received - summed, summed + relayed
 
 
 def sum_dtype(wire: torch.dtype, slot: torch.dtype) -> torch.dtype:
@@ -358,12 +319,12 @@ class StagingSizes:
         for number, bucket in enumerate(plan.buckets if plan.world_size > 1 else ()):
             stream = plan.streams[bucket.stream]
             place, size = (stream.device, stream.dtype), stream.itemsize
-            packed = _packed_elements(plan, number, links, flat, is_dense)
+            packed = packed_elements(plan, number, links, flat, is_dense)
             self._add(("packed", number % depth, *place), None, packed * size)
             if links.local_ranks > 1 and not reuses_gradients(bucket.stream):
+                turn = number % max(SHARED_BUFFERS, depth)
                 for rank, own in owned_elements(plan, number).items():
-                    shared = own * size if is_shared(own * size, links) else 0
-                    self._add(("shared", number % max(SHARED_BUFFERS, depth), *place), rank, shared)
+                    self._add(("shared", turn, *place), rank, _shared(own, links, size) * size)
         return self
 
     def add_reduce_scatters(
@@ -377,8 +338,8 @@ class StagingSizes:
             place, size = (plan.streams[bucket.stream].device, str(wire)), wire.itemsize
             self._add(("send", number % depth, *place), None, bucket.numel * size)
             for rank, own in owned_elements(plan, number).items():
-                received = _received_elements(plan, number, own, links, size, held)
-                self._add(("receive", number % IN_FLIGHT, *place), rank, received * size)
+                needed = reduce_scatter_elements(plan, number, own, links, size, held, False)
+                self._add(("receive", number % IN_FLIGHT, *place), rank, needed[0] * size)
         return self
 
     def _add(self, key: tuple[str, int, str, str], rank: int | None, numbytes: int) -> None:

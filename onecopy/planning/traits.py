@@ -158,6 +158,8 @@ _PROBE_STEPS = 64
 _LARGE_SHAPE = (144, 150)
 
 
+_Toy = Sequence[torch.Tensor]  # a parameter at its start, and its gradients
+
 # By class and options: a hundred groups of an unknown class cost one probe, and one warning.
 _probed: weakref.WeakKeyDictionary[type[Optimizer], dict[str, Traits]] = weakref.WeakKeyDictionary()
 
@@ -195,9 +197,9 @@ def _try_out(
                 if found.kind is Kind.ELEMENTWISE:
                     # Some classes treat large tensors, or narrow dtypes, unlike small float32 ones.
                     # At a multiple of 64 a cut does not change the bits of a vectorised loop.
-                    probe = _Probe(_LARGE_SHAPE, seed=3, steps=3, dtype=dtype)
+                    toy = _toy(_LARGE_SHAPE, seed=3, steps=3, dtype=dtype)
                     large = f" of a large {dtype} tensor"
-                    found = _probe_cut(optimizer_class, options, probe, at=64 * 101, what=large)
+                    found = _probe_cut(optimizer_class, options, toy, at=64 * 101, what=large)
             return found
         except _CallsClosureAgain:
             return Traits(
@@ -218,9 +220,9 @@ def _try_out(
 
 
 def _probe_small(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Traits:
-    first, second = _Probe((4, 6), seed=1), _Probe((5, 3), seed=2)
+    first, second = _toy((4, 6), seed=1), _toy((5, 3), seed=2)
     alone = _run(optimizer_class, options, [first])
-    if not alone.values[0].isfinite().all() or torch.equal(alone.values[0], first.start):
+    if not alone.values[0].isfinite().all() or torch.equal(alone.values[0], first[0]):
         raise ValueError("with these options its steps lead nowhere, so they show nothing")
     together = _run(optimizer_class, options, [first, second])
     second_alone = _run(optimizer_class, options, [second])
@@ -234,16 +236,17 @@ def _probe_small(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -
 def _probe_cut(
     optimizer_class: type[Optimizer],
     options: Mapping[str, Any],
-    probe: _Probe,
+    toy: _Toy,
     at: int,
     what: str = "",
 ) -> Traits:
     """The kind of the class, if a tensor that is cut there tells all."""
-    alone = _run(optimizer_class, options, [probe])
+    alone = _run(optimizer_class, options, [toy])
     if alone.drew_random_numbers:
         return _RANDOM
+    parts = zip(*(tensor.flatten().tensor_split([at]) for tensor in toy), strict=True)
     try:
-        cut = _run(optimizer_class, options, probe.cut(at))
+        cut = _run(optimizer_class, options, list(parts))
     except Exception:
         return Traits(Kind.WHOLE, "it does not accept one-dimensional shards")
     if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
@@ -255,37 +258,23 @@ def _probe_cut(
     return _ELEMENTWISE
 
 
-class _Probe:
-    """A small parameter and its gradients.
+def _toy(
+    shape: tuple[int, ...],
+    seed: int,
+    steps: int = _PROBE_STEPS,
+    dtype: torch.dtype = torch.float32,
+) -> _Toy:
+    """The start of a small parameter, and its gradients.
 
     Why of very unequal size: any coupling of elements changes bits then. Why of a constant
     direction: classes that estimate a step size from progress act only if there is some.
     """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        seed: int,
-        steps: int = _PROBE_STEPS,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        source = torch.Generator().manual_seed(seed)
-        scale = torch.logspace(-2, 1, math.prod(shape), dtype=torch.float32).reshape(shape)
-
-        def noise() -> torch.Tensor:
-            return torch.randn(shape, generator=source, dtype=torch.float32)
-
-        self.start = noise().to(dtype)
-        self.gradients = [((1 + noise() / 4) * scale).to(dtype) for _ in range(steps)]
-
-    def cut(self, at: int) -> list[_Probe]:
-        shards = []
-        for part in (slice(None, at), slice(at, None)):
-            shard = copy.copy(self)
-            shard.start = self.start.flatten()[part]
-            shard.gradients = [g.flatten()[part] for g in self.gradients]
-            shards.append(shard)
-        return shards
+    source = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(-2, 1, math.prod(shape), dtype=torch.float32).reshape(shape)
+    start, *noise = (
+        torch.randn(shape, generator=source, dtype=torch.float32) for _ in range(1 + steps)
+    )
+    return [start.to(dtype), *(((1 + each / 4) * scale).to(dtype) for each in noise)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +285,11 @@ class _Run:
 
 
 def _run(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], probes: Sequence[_Probe]
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], toys: Sequence[_Toy]
 ) -> _Run:
     # Why not torch.manual_seed: it would reseed accelerators too, whose state is not restored.
     random = torch.default_generator.manual_seed(0).get_state()
-    params = [torch.nn.Parameter(probe.start.clone()) for probe in probes]
+    params = [torch.nn.Parameter(start.clone()) for start, *_ in toys]
     optimizer = optimizer_class(params, **copy.deepcopy(dict(options)))
     if hasattr(optimizer, "train"):
         optimizer.train()
@@ -315,7 +304,7 @@ def _run(
             raise _CallsClosureAgain
         return torch.tensor(0.0)
 
-    for gradients in zip(*(probe.gradients for probe in probes), strict=True):
+    for gradients in zip(*(toy[1:] for toy in toys), strict=True):
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient.clone()
         calls = 0
@@ -397,7 +386,8 @@ class StateTemplate:
         for key, value in self.for_shard(dtype, torch.device("cpu")).items():
             tensors = tensors_in(value)
             element = sum(t.element_size() for t in tensors if is_per_element(t))
-            shard = sum(t.nbytes for t in tensors if not is_per_element(t))
+            others = (t for t in tensors if not is_per_element(t))
+            shard = sum(t.numel() * t.element_size() for t in others)
             sizes.append((str(key), element, shard))
         return StateBytes(tuple(sorted(size for size in sizes if any(size[1:]))))
 

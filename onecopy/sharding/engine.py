@@ -35,9 +35,9 @@ from onecopy.planning.plan import Plan, Stream
 from onecopy.planning.sizes import (
     IN_FLIGHT,
     SHARED_BUFFERS,
-    AllGatherStaging,
-    all_gather_staging,
     in_flight_limit,
+    packed_elements,
+    shared_elements,
 )
 from onecopy.torch_private import disable_dynamo
 
@@ -95,8 +95,8 @@ class BucketQueue:
         # A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
         # given up. Copies of parameters can.
         can_be_repeated = phase is Phase.ALL_GATHER
-        self._once: Callable[[str], contextlib.AbstractContextManager[object]]
-        self._once = contextlib.nullcontext if can_be_repeated else group.monitor.or_give_up
+        self._or_give_up: Callable[[str], contextlib.AbstractContextManager[object]]
+        self._or_give_up = contextlib.nullcontext if can_be_repeated else group.monitor.or_give_up
         # Of its own. Why: two queues may launch their buckets in different orders on two ranks.
         self._comms: dict[torch.device, Comm] = {}
         self.limit = IN_FLIGHT
@@ -130,7 +130,7 @@ class BucketQueue:
                 buffer.wait_until_read()  # may fail: nothing is in flight yet
             if fill is not None:
                 fill()
-            with self._once("sending gradients"):
+            with self._or_give_up("sending gradients"):
                 op.start()
                 bucket.phase = self._in_flight_phase
                 for buffer in op.buffers:
@@ -150,7 +150,7 @@ class BucketQueue:
         bucket, op = self.in_flight[number]
         with self._group.counters.waiting(self._phase, number):
             op.wait()
-            with self._once("adding up gradients"):
+            with self._or_give_up("adding up gradients"):
                 op.complete()
                 # Not before: whoever uses the bucket must not pass for lack of it.
                 self._cross_off(bucket, op)
@@ -301,39 +301,36 @@ class AllGathers:
         limit = self.queue.limit = in_flight_limit(len(numbers), lazy)
         # Not seen by autograd, which is told once for all.
         memory = [param.data for param in params]
-        found: list[tuple[Comm, BucketParams, AllGatherStaging, Buffer | None]] = []
+        found: list[tuple[Comm, BucketParams, int, int, Buffer | None]] = []
         requests = []
         for number, bucket in enumerate(plan.buckets):
             where = bucket.stream, bucket.start, bucket.stop
             flat = None if storage is None else storage.range(*where)
             each = BucketParams(BucketLayout(plan, number), memory, flat)
             like, comm = each.like, self.queue.comm_for(each.like.device)
-            needed = all_gather_staging(
-                plan,
-                number,
-                self._group.rank,
-                comm.links,
-                flat is not None,
-                lambda index: is_dense(memory[index]),
+            packed = packed_elements(
+                plan, number, comm.links, flat is not None, lambda index: is_dense(memory[index])
             )
+            owners = self._group.rank, *comm.links.relayed
+            shared = shared_elements(plan, number, owners, comm.links, like.element_size())
             # What is in flight when a step is over would still be read in the next backward.
             reused = None
-            if send_buffers is not None and needed.shared and not lazy:
+            if send_buffers is not None and shared and not lazy:
                 reused = send_buffers(number, like.dtype)
-            turn, numel = number % max(SHARED_BUFFERS, limit), 0 if reused else needed.shared
+            turn, numel = number % max(SHARED_BUFFERS, limit), 0 if reused else shared
             requests += [
-                StagingRequest(("packed", number % limit), needed.packed, like, Buffer.allocate),
+                StagingRequest(("packed", number % limit), packed, like, Buffer.allocate),
                 StagingRequest(("shared", turn), numel, like, comm.allocate),
             ]
-            found.append((comm, each, needed, reused))
+            found.append((comm, each, packed, shared, reused))
         self.queue.release_unused()
         buffers = allocate_staging(requests)
         self._staging = set(buffers)
         prepared = []
-        for number, (comm, each, needed, reused) in enumerate(found):
-            packed, shared = buffers[2 * number : 2 * number + 2]
+        for number, (comm, each, packed, shared, reused) in enumerate(found):
+            own = buffers[2 * number : 2 * number + 2]
             staging = GatherBuffers(
-                packed if needed.packed else None, (reused or shared) if needed.shared else None
+                own[0] if packed else None, (reused or own[1]) if shared else None
             )
             prepared.append(QueuedBucket(number, ParamPhase.REPLICATED))
             prepared[-1].op = comm.all_gather(each, staging)

@@ -476,21 +476,18 @@ class ModuleWatch:
 ParameterTable = dict[str, torch.Tensor | None]  # the parameters of a module itself, by name
 
 
-def names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+def names_in(module: torch.nn.Module, prefix: str = "") -> dict[torch.Tensor, str]:
     """The parameters of a module with their names, without wrappers; a tied parameter has its
     first name."""
-    found: dict[torch.Tensor, str] = {}
-
-    def visit(module: torch.nn.Module, prefix: str) -> None:
-        # Why not module.named_parameters: a class may override it with other arguments.
-        for name, param in torch.nn.Module.named_parameters(module, recurse=False):
-            found.setdefault(param, prefix + name)
-        is_ddp = isinstance(module, DistributedDataParallel)
-        for name, child in torch.nn.Module.named_children(module):
-            is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
-            visit(child, prefix if is_wrapper else f"{prefix}{name}.")
-
-    visit(module, "")
+    # Why not module.named_parameters: a class may override it with other arguments.
+    own = torch.nn.Module.named_parameters(module, recurse=False)
+    found: dict[torch.Tensor, str] = {param: prefix + name for name, param in own}
+    is_ddp = isinstance(module, DistributedDataParallel)
+    for name, child in torch.nn.Module.named_children(module):
+        is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
+        inside = names_in(child, prefix if is_wrapper else f"{prefix}{name}.")
+        for param, inner_name in inside.items():
+            found.setdefault(param, inner_name)
     return found
 
 

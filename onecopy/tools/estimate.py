@@ -392,8 +392,10 @@ class Estimate:
             "model": model,
             "bucket_bytes": self.plan.bucket_bytes,
             **self.as_dict(),
-            "ranks": [row._asdict() for row in self.rank_rows()],
-            "parameters": [row._asdict() for row in self.param_rows()],
+            "ranks": [dict(zip(RankRow._fields, row, strict=True)) for row in self.rank_rows()],
+            "parameters": [
+                dict(zip(ParamRow._fields, row, strict=True)) for row in self.param_rows()
+            ],
             "buckets": len(self.plan.buckets),
         }
 
@@ -473,15 +475,9 @@ def rank_range(ends: tuple[int, int]) -> str:
 def _owners_of(plan: Plan) -> dict[int, tuple[Ranges, int]]:
     """The ranks that own some of each parameter, and the number of buckets in which it lies."""
     runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # one in each bucket
-    for stream in plan.streams:
-        for param, owner in zip(stream.params, stream.owners, strict=False):
-            runs[param].append((owner, owner))
-    for number, bucket in enumerate(plan.buckets):
-        if plan.streams[bucket.stream].kind is Kind.ELEMENTWISE:
-            for segment in plan.segments(number):
-                last = segment.offset + segment.stop - segment.start - 1
-                run = plan.rank_at(number, segment.offset), plan.rank_at(number, last)
-                runs[segment.param].append(run)
+    for number in range(len(plan.buckets)):
+        for segment in plan.segments(number):
+            runs[segment.param].append(plan.owners(number, segment))
     found = {}
     for param, ranges in runs.items():
         merged: list[tuple[int, int]] = []

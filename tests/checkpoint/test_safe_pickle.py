@@ -22,9 +22,7 @@ from onecopy.checkpoint.files import DataFileReader
 from onecopy.checkpoint.metadata import (
     METADATA,
     Place,
-    StoredChunk,
-    TensorEntry,
-    ValueEntry,
+    Stored,
     parse_metadata,
 )
 from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
@@ -91,7 +89,7 @@ PLACES = {name: pickle.dumps(found, protocol=2) for name, found in metadata_plac
 def test_the_places_are_right() -> None:
     """Without a bomb most of them are read to the end; and the bombs are pickles."""
     read = parse_metadata(planted(PLACES["a name"], text("optim.x")))
-    assert list(read.entries) == ["optim.x"]
+    assert list(read) == ["optim.x"]
     nested = pickle.loads(b"\x80\x02" + doubled_tuple(3) + b".")
     assert nested == ((((), ()), ((), ())), (((), ()), ((), ())))
     lists = pickle.loads(b"\x80\x02" + doubled(b"]", lambda x: b"(" + x + x + b"e", 3) + b".")
@@ -164,7 +162,7 @@ def entry_of(pickled: bytes, directory: Path, nbytes: int = 4) -> Place:
 
 def read_value(pickled: bytes, directory: Path) -> Any:
     with DataFileReader(directory) as reader:
-        return reader.value(ValueEntry(entry_of(pickled, directory)), "x")
+        return reader.value(Stored("x", ("x",), entry_of(pickled, directory)))
 
 
 def in_a_value(bomb: bytes) -> dict[str, bytes]:
@@ -207,7 +205,7 @@ def test_values_are_read_as_they_were(tmp_path: Path, at: int) -> None:
     torch.save(VALUES[at], file)
     (tmp_path / "data").write_bytes(file.getvalue())
     with DataFileReader(tmp_path) as reader:
-        found = reader.value(ValueEntry(Place("data", 0, len(file.getvalue()))), "x")
+        found = reader.value(Stored("x", ("x",), Place("data", 0, len(file.getvalue()))))
     assert type(found) is type(VALUES[at])
     assert bits(found) == bits(VALUES[at])
 
@@ -224,9 +222,9 @@ GOOD = (text("0"), b"K\x00", b"K\x01\x85", b"K\x01\x85", b"\x89ccollections\nOrd
 def read_tensor(pickled: bytes, directory: Path) -> torch.Tensor:
     target = torch.ones(1)
     place = entry_of(pickled, directory)
-    entry = TensorEntry(torch.float32, (1,), (StoredChunk((0,), (1,), place),))
+    entry = [Stored("x", ("x",), place, "float32", (1,), (0,), (1,))]
     with DataFileReader(directory) as reader:
-        reader.fill(Chunk((0,), (1,), 0, 0), target, entry, "x")
+        reader.fill(Chunk((0,), (1,), 0, 0), target, entry)
     return target
 
 
@@ -264,9 +262,9 @@ def test_the_same_bytes_under_many_names_are_refused(tmp_path: Path) -> None:
     many = data[:start] + listing * times + tail
     (tmp_path / "many").write_bytes(many)
     with DataFileReader(tmp_path) as reader:
-        assert reader.value(ValueEntry(place), "x") is None
+        assert reader.value(Stored("x", ("x",), place)) is None
         with pytest.raises(DamagedCheckpoint, match="not where they should be"):
-            reader.value(ValueEntry(Place("many", 0, len(many))), "x")
+            reader.value(Stored("x", ("x",), Place("many", 0, len(many))))
 
 
 # ------------------------------------------------------------------------------- load and save

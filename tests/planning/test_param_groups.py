@@ -37,9 +37,8 @@ def policy(
     cls: type[Optimizer] = torch.optim.SGD,
     kind: Kind = Kind.ELEMENTWISE,
     fused: bool = False,
-    differentiable: bool = False,
 ) -> GroupPolicy:
-    return GroupPolicy(cls, kind, fused, differentiable)
+    return GroupPolicy(cls, kind, fused)
 
 
 def registry_of(params: list[torch.Tensor], **policies: Any) -> ParamRegistry:
@@ -234,11 +233,28 @@ def test_a_class_that_is_no_optimizer_is_refused_by_name(bad: type) -> None:
 
 
 def policy_for(
-    group: dict[str, Any], defaults: dict[str, Any] | None = None, partition: str = "auto"
+    group: dict[str, Any],
+    defaults: dict[str, Any] | None = None,
+    partition: str = "auto",
+    world_size: int = 1,
 ) -> GroupPolicy:
     """Of a group in an optimizer whose own class is SGD."""
-    policies = PartitionPolicy(torch.optim.SGD, Settings(partition), {})
+    policies = PartitionPolicy(torch.optim.SGD, Settings(partition), {}, world_size)
     return policies.of({"params": [P], **group}, defaults or {})
+
+
+def is_fused(*args: Any) -> bool:
+    return policy_for(*args).fused
+
+
+def is_differentiable(*args: Any) -> bool:
+    """What is cannot be sharded."""
+    policy_for(*args)
+    try:
+        policy_for(*args, world_size=2)
+    except ValueError as error:
+        return "differentiable=True" in str(error)
+    return False
 
 
 def test_the_class_and_partition_of_a_group_come_before_those_of_the_constructor() -> None:
@@ -250,16 +266,18 @@ def test_the_class_and_partition_of_a_group_come_before_those_of_the_constructor
     assert policy_for({"optimizer_class": adafactor}) == policy(adafactor, Kind.WHOLE)
 
 
-@pytest.mark.parametrize("option", ["fused", "differentiable"])
+@pytest.mark.parametrize(
+    ("option", "is_on"), [("fused", is_fused), ("differentiable", is_differentiable)]
+)
 def test_options_that_planning_must_know_come_from_the_group_or_the_constructor(
-    option: str,
+    option: str, is_on: Callable[..., bool]
 ) -> None:
-    assert getattr(policy_for({}, {option: True}), option)
-    assert getattr(policy_for({option: True}), option)
-    assert not getattr(policy_for({option: False}, {option: True}), option)
-    assert not getattr(policy_for({option: None}), option)
+    assert is_on({}, {option: True})
+    assert is_on({option: True})
+    assert not is_on({option: False}, {option: True})
+    assert not is_on({option: None})
     other = {"optimizer_class": torch.optim.AdamW}
-    assert not getattr(policy_for(other, {option: True}), option)
+    assert not is_on(other, {option: True})
 
 
 def test_keywords_of_the_constructor_reach_only_groups_of_its_class() -> None:

@@ -74,7 +74,8 @@ class PretendedGroup:
     def __init__(self, rank: int, topology: Topology, native: bool) -> None:
         self.rank, self.world_size, self.user_group = rank, topology.world_size, self
         self._native = native
-        self.monitor = SimpleNamespace(attachments=0, patience=None)
+        status = SimpleNamespace(attachments=0)
+        self.monitor = SimpleNamespace(status=status, patience=None, or_give_up=None)
         pretend_local_ranks(self, topology)
 
     def is_native(self, _: torch.device) -> bool:

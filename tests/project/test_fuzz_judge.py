@@ -11,7 +11,7 @@ import torch
 from fuzzing import COUNTS, Refused, Tally, Wrong, judge, patience, summary
 from harness import RankFailure, World, run_on_ranks
 
-from onecopy.planning.plan import check_bucket_mb
+from onecopy.planning.plan import make_plan
 
 
 def error_of(action: Any) -> Exception:
@@ -38,12 +38,12 @@ def test_an_error_deep_inside_of_a_class_passes_only_where_the_class_may_refuse(
 
 
 def test_a_refusal_of_ours_always_passes() -> None:
-    error = error_of(lambda: check_bucket_mb("x"))
+    error = error_of(lambda: make_plan([], 1, "x"))
     judge(error, class_may_refuse=False)
 
 
 def test_an_error_of_the_interpreter_never_passes() -> None:
-    error = error_of(lambda: check_bucket_mb(SimpleNamespace().x))
+    error = error_of(lambda: make_plan([], 1, SimpleNamespace().x))
     with pytest.raises(Wrong):
         judge(error, class_may_refuse=False)
 

@@ -28,7 +28,7 @@ from test_structure import FILES, PACKAGE, each_file, referenced_names, tree_of
 
 from onecopy import estimate
 from onecopy.checkpoint.files import DataFileReader
-from onecopy.checkpoint.metadata import METADATA, Place, ValueEntry
+from onecopy.checkpoint.metadata import METADATA, Place, Stored
 from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
 from onecopy.comm.gloo.local_ranks import LocalRanks, SharedRead
 from onecopy.comm.gloo.shared_memory import SharedMemory, memory_of
@@ -150,7 +150,7 @@ def test_a_file_of_torch_save_is_no_checkpoint_directory(tmp_path: Path) -> None
     torch.save({"state": Trap(os.mkdir, str(marker)), "param_groups": []}, tmp_path / "opt.pt")
     place = Place("opt.pt", 0, (tmp_path / "opt.pt").stat().st_size)
     with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint):
-        reader.value(ValueEntry(place), "optim")
+        reader.value(Stored("optim", ("optim",), place))
     assert not marker.exists()
 
 
@@ -163,7 +163,7 @@ def test_what_is_compressed_is_refused_before_it_grows(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(buffer.getvalue())
     place = Place("data", 0, len(buffer.getvalue()))
     with DataFileReader(tmp_path) as reader, pytest.raises(DamagedCheckpoint, match="compressed"):
-        reader.value(ValueEntry(place), "optim.lr")
+        reader.value(Stored("optim.lr", ("optim.lr",), place))
 
 
 # ------------------------------------------------------------------------------- paths

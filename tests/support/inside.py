@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
-from onecopy.checkpoint import load, metadata, save
-from onecopy.checks.corruption_check import CorruptionCheck, NoCheck
+from onecopy.checkpoint import load, save
+from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.comm import agreement, c10d, group, interface, monitor, transfer
 from onecopy.comm.gloo import comm as gloo
 from onecopy.comm.gloo import local_ranks
@@ -286,14 +286,14 @@ def is_tracing(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> CorruptionCheck:
     """Of an optimizer that was built with ``check_every``."""
-    assert isinstance(optimizer._corruption, CorruptionCheck)
+    assert optimizer._corruption.every
     return optimizer._corruption
 
 
 def set_corruption_check(
     optimizer: ZeroRedundancyOptimizer, check: CorruptionCheck | None, every: int
 ) -> None:
-    optimizer._corruption, optimizer._check_every = check or NoCheck(), every
+    optimizer._corruption, optimizer._check_every = check or CorruptionCheck(0), every
     if check is not None:
         check.every = every
 
@@ -358,7 +358,6 @@ wait_for_readers = local_ranks._linger
 known_kinds = traits._KNOWN
 probe_kind = traits._probe
 MIN_MESSAGE_BYTES = transfer._MIN_MESSAGE_BYTES
-ArchiveIndex = metadata._Index
 without_split = torch_private._without_split
 pack, unpack = transfer._pack, transfer._unpack
 

@@ -50,7 +50,7 @@ class GlooComm(Comm):
         self.group = group
         found = _local_ranks.get(group.user_group)
         if found is None:
-            found = find_local_ranks(group.rank, group.all_gather_bytes, group.world_size)
+            found = find_local_ranks(group)
             _local_ranks[group.user_group] = found
         self.local_ranks, self.topology = found, found.topology
         self.peers = self.topology.local_peers(group.rank)
@@ -61,14 +61,10 @@ class GlooComm(Comm):
         hosts = self.topology.hosts
         relayed = self.topology.relayed_by(group.rank) if self.peers else ()
         summing = sum(len(host) > 1 for host in hosts) - bool(self.peers)
-        self._links = Links(False, True, 1 + len(self.peers), relayed, len(hosts) - 1, summing)
+        self.links = Links(False, True, 1 + len(self.peers), relayed, len(hosts) - 1, summing)
         group.monitor.ended_local_ranks = found.ended
         group.monitor.abandon_shared_memory = found.shared.clear
         weakref.finalize(self, found.release_unused)
-
-    @property
-    def links(self) -> Links:
-        return self._links
 
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
         if not self.peers or not numel:
@@ -222,10 +218,11 @@ class _AllGather(_Operation):
         self._copies: dict[tuple[int, int], tuple[tuple[int, ...], CopyList]] = {}
         self._relayed: list[tuple[int, torch.Tensor]] = []  # by owner: received for local ranks
         host, everybody = topology.host_of(rank), ranks_after(rank, comm.group.world_size)
+        itemsize = params.like.element_size()
         # What is relayed comes last: it is shared last, and so it has to be marked last as read.
         for owner in (rank, *comm.peers, *sorted({*everybody}.difference(comm.peers))):
             start, stop = params.layout.range(owner)
-            shared = is_shared((stop - start) * params.like.element_size(), comm.links)
+            shared = is_shared((stop - start) * itemsize, comm.links)
             in_memory = shared and bool(comm.peers)
             source = topology.relay(owner, host)  # the owner itself, if it is a local rank
             if in_memory and source != rank:
@@ -238,7 +235,11 @@ class _AllGather(_Operation):
                 tensor = message[0]
                 if in_memory or not is_in_place(message):
                     assert buffer is not None
-                    tensor = self._staged(message, buffer, owner)
+                    tensor = self._room(buffer, total_numel(message))
+                    if owner == rank:
+                        self.copy_in.pack(message, tensor)
+                    else:
+                        self.copy_out.unpack(tensor, message)
                 if owner == rank:
                     receivers = topology.relays_of(rank) if shared else everybody
                     self.sent += [(receiver, tensor) for receiver in receivers]
@@ -252,15 +253,6 @@ class _AllGather(_Operation):
             if own:
                 self.shared = staging.shared, staging.shared.tensor[:own], comm.peers
                 self.read = [self.shared[1]] * len(comm.peers)
-
-    def _staged(self, message: list[torch.Tensor], buffer: Buffer, owner: int) -> torch.Tensor:
-        """A message in a buffer, from which it is sent or in which it arrives."""
-        run = self._room(buffer, total_numel(message))
-        if owner == self._comm.group.rank:
-            self.copy_in.pack(message, run)
-        else:
-            self.copy_out.unpack(run, message)
-        return run
 
     def _relay(self) -> None:
         if self._relayed:

@@ -32,11 +32,15 @@ from onecopy.comm.gloo.shared_memory import (
     is_available,
 )
 from onecopy.comm.gloo.topology import Topology
+from onecopy.comm.group import RankGroup
 from onecopy.comm.waiting import marking_interruptions
 
 _AT_FIRST, _LATER = 0.05, 0.2  # seconds to wait before looking for what may have gone wrong
 _LINGERING = 5.0  # seconds, at most, that an ending process waits for its readers
 _ENDING = 0.5  # seconds that a process may take from losing its memory to being gone
+
+# Tells how many seconds to wait for another rank. Asked for only if that takes long.
+Patience = Callable[[], float]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +54,7 @@ class SharedRead:
     memory: MappedMemory | None = None
     is_released: bool = False
 
-    def arrive(self, patience: Callable[[], float]) -> None:
+    def arrive(self, patience: Patience) -> None:
         """Wait until the data can be read."""
         if self.memory is not None:
             return
@@ -103,9 +107,7 @@ class LocalRanks:
         self.shared.add(memory)
         return address
 
-    def post(
-        self, readers: Iterable[int], tag: int, address: Address, patience: Callable[[], float]
-    ) -> None:
+    def post(self, readers: Iterable[int], tag: int, address: Address, patience: Patience) -> None:
         """Send a message to each reader. Any thread may."""
         for reader in readers:
             post = functools.partial(self._post, reader, tag, address)
@@ -135,7 +137,7 @@ class LocalRanks:
             self._mapped[source, at.fd] = known
         return known
 
-    def wait_until_read(self, memory: SharedMemory, patience: Callable[[], float]) -> None:
+    def wait_until_read(self, memory: SharedMemory, patience: Patience) -> None:
         """Until all readers have read what was shared before; at once, nearly always."""
         if not memory.wait_until_read(0):
             unread = list(memory.unread())
@@ -143,13 +145,10 @@ class LocalRanks:
                 raise RuntimeError(f"ranks {unread} have not read what was shared with them")
 
     def wait(
-        self,
-        is_done: Callable[[float], bool],
-        ranks: Sequence[int],
-        patience: Callable[[], float],
+        self, is_done: Callable[[float], bool], ranks: Sequence[int], patience: Patience
     ) -> bool:
         """Until it is done, or one of the ranks has ended, or the time is over. ``is_done`` waits
-        so many seconds itself; ``patience``, in seconds, is asked for only if that takes long."""
+        so many seconds itself."""
         if is_done(0):
             return True
         with marking_interruptions(), contextlib.ExitStack() as stack:
@@ -217,13 +216,12 @@ def _ends_of(pids: Iterable[int], stack: contextlib.ExitStack) -> Callable[[], b
 _PROCESS = struct.Struct("3q")  # of a rank; the descriptor and the generation of its mailboxes
 
 
-def find_local_ranks(
-    rank: int, all_gather: Callable[[bytes], list[bytes]], world_size: int
-) -> LocalRanks:
-    """The ranks on this host. Collective: ``all_gather`` takes equally long payloads of all ranks.
+def find_local_ranks(group: RankGroup) -> LocalRanks:
+    """The ranks on this host. Collective.
 
     All ranks of a host are local ranks, or none: if one of them cannot read another's memory.
     """
+    rank, world_size, all_gather = group.rank, group.world_size, group.all_gather_bytes
     host = os.urandom(16)  # of this rank alone
     if os.environ.get("ONECOPY_SHARED_MEMORY") != "0" and is_available():
         with contextlib.suppress(OSError):  # a sandbox hides where we are

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import itertools
 import os
-import struct
 import threading
 import time
 import weakref
@@ -21,7 +20,6 @@ _LINE = 64  # bytes of a line of the cache, and more than a sem_t has on any sys
 _libc = ctypes.CDLL(None, use_errno=True)
 # It takes the monotonic clock, which is never set back. Old C libraries lack it.
 _sem_clockwait = getattr(_libc, "sem_clockwait", None)
-_CLOCK_MONOTONIC = 1
 
 
 class _Timespec(ctypes.Structure):
@@ -54,7 +52,7 @@ class Semaphore:
         if _sem_clockwait is None:
             done = _libc.sem_timedwait(self._at, moment)
         else:
-            done = _sem_clockwait(self._at, _CLOCK_MONOTONIC, moment)
+            done = _sem_clockwait(self._at, time.CLOCK_MONOTONIC, moment)
         if done != 0 and ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
             raise OSError(ctypes.get_errno(), "waiting for a semaphore failed")
         return bool(done == 0)
@@ -188,9 +186,9 @@ def _head(world_size: int) -> int:
 
 # -------------------------------------------------------------------------- mailboxes
 
-_MESSAGE = struct.Struct("6q")  # a tag and an address
 _MESSAGES = 1024  # in a mailbox: more than the buckets of a few optimizers that are in flight
-MAILBOX_BYTES = 2 * _LINE + _MESSAGES * _MESSAGE.size
+_Ring = (ctypes.c_int64 * 6) * _MESSAGES  # each is a tag and an address
+MAILBOX_BYTES = 2 * _LINE + ctypes.sizeof(_Ring)
 
 
 class Mailbox:
@@ -205,9 +203,7 @@ class Mailbox:
         memory = memory[number * MAILBOX_BYTES : (number + 1) * MAILBOX_BYTES]
         self._room = Semaphore(memory, _MESSAGES if posts else None)
         self._posted = Semaphore(memory[_LINE:], 0 if posts else None)
-        self._ring = (ctypes.c_char * (_MESSAGES * _MESSAGE.size)).from_address(
-            memory.data_ptr() + 2 * _LINE
-        )
+        self._ring = _Ring.from_address(memory.data_ptr() + 2 * _LINE)
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # among the threads of this process
         self._expected: Counter[int] = Counter()  # by tag
@@ -219,7 +215,7 @@ class Mailbox:
         if not self._room.wait(seconds):
             return False
         with self._lock:
-            _MESSAGE.pack_into(self._ring, self._offset(), tag, *address)
+            self._ring[next(self._numbers) % _MESSAGES][:] = [tag, *address]
             self._posted.post()
         return True
 
@@ -245,11 +241,7 @@ class Mailbox:
 
     def _receive(self) -> None:
         with self._lock:
-            tag, *address = _MESSAGE.unpack_from(self._ring, self._offset())
+            tag, *address = self._ring[next(self._numbers) % _MESSAGES]
             self._received[tag] += 1
             self._unclaimed[tag, self._received[tag]] = Address(*address)
         self._room.post()
-
-    def _offset(self) -> int:
-        """Where the next message is."""
-        return next(self._numbers) % _MESSAGES * _MESSAGE.size
