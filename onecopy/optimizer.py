@@ -29,16 +29,14 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.dcp import ShardedState, Shown
+from onecopy.checkpoint.dcp import ShardedState
 from onecopy.checkpoint.full_state import (
     FullState,
     Loadable,
     adopt_state,
-    agree_to_gather,
     check_state_dict,
+    consolidate,
     full_state_dict,
-    gather,
-    load_masters,
     sample_lines,
     warn_of_masters,
     with_ranks_told,
@@ -54,8 +52,6 @@ from onecopy.checkpoint.state import (
     StateShard,
     StateView,
     checkpoint_names,
-    collect,
-    collect_groups,
     describe_names,
 )
 from onecopy.checks.corruption_check import CorruptionCheck
@@ -854,10 +850,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._require_usable()
         self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
         self._bring_masters_up_to_date()
-        mine = agree_to_gather(self._rank_group, self._params, self._steps, to)
-        if to == self.rank:
+        if isinstance(to, int) and to == self.rank:
             self._full_state = "the last consolidation has failed"  # not two of them at once
-        found = gather(self._rank_group, self._params, self.param_groups, mine, to)
+        found = consolidate(self._rank_group, self._params, self.param_groups, self._steps, to)
+        self._rank_group.monitor.note("state consolidated")
         if found is not None:
             self._full_state = found
         elif isinstance(self._full_state, str):
@@ -917,10 +913,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Take over state and options; if that fails, nothing has changed."""
         plan = self._params.plan
         policies = self._policies_with(loadable.groups)
-        made = self._params.frozen_with_constructor_state(self.param_groups, loadable.states)
+        made = self._params.frozen_with_constructor_state(self.param_groups, loadable.whole)
         with torch.inference_mode(False), self._params.all_or_nothing():
-            self._params.make_room_for(self.param_groups, loadable.states.keys() - made, policies)
-            adopt_state(self._inner, loadable)
+            self._params.make_room_for(self.param_groups, loadable.whole.keys() - made, policies)
+            loadable = adopt_state(self._params, loadable)
         self._finish_loading(loadable, plan)
 
     def _finish_loading(self, loadable: Loadable, plan: Plan) -> None:
@@ -931,7 +927,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._has_state |= not loadable.is_empty
             if self._params.plan is not plan:
                 self._params.rebuild()
-            load_masters(self._inner, loadable)
+            self._inner.masters.load(loadable.masters)
             for group, inner, saved in zip(
                 self.param_groups, self._inner.param_groups, loadable.groups, strict=True
             ):
@@ -990,7 +986,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             dcp.load({"model": model, "optim": optimizer.sharded(model)}, checkpoint_id=path)
         """
         return ShardedState(
-            lambda: self._shown(module),
+            self._rank_group,
+            self._prepare_to_save,
             lambda: self._state_view(module),
             self._adopt_sharded,
             flatten_optimizer_state_dict,
@@ -1084,19 +1081,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         self._finish_loading(with_ranks_told(self._rank_group, loadable), plan)
         return report
-
-    def _shown(self, module: torch.nn.Module | None) -> Shown:
-        """This rank's share. Collective: a rank that cannot show its share tells all."""
-        self._prepare_to_save("showing the state for a checkpoint")
-        shown: list[Shown] = []
-
-        def prepare() -> list[str]:
-            view = self._state_view(module)
-            shown.append(Shown(view.names, collect(view), collect_groups(view)))
-            return describe_names(self._params.registry, view.names)
-
-        same_outcome(self._rank_group, "showing the state for a checkpoint", prepare)
-        return shown[0]
 
     def _state_view(self, module: torch.nn.Module | None) -> StateView:
         names = checkpoint_names(self._params.registry, self.param_groups, module)

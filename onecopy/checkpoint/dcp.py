@@ -11,21 +11,26 @@ that fails has changed nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onecopy.checkpoint.state import (
+    Path,
     StateShard,
     StateView,
     collect,
+    collect_groups,
+    describe_names,
     leaves_of,
     rebuild,
 )
-from onecopy.comm.transfer import Path, decode, encode
+from onecopy.comm.agreement import same_outcome
+from onecopy.comm.group import RankGroup
+from onecopy.planning.layout import Chunk
 from onecopy.planning.param_groups import MASTER
 from onecopy.planning.traits import options_of, tensors_in
 
@@ -47,15 +52,14 @@ class ChunkTensor(torch.Tensor):
 
     shards: list[StateShard]  # of this tensor, each with other elements
     incoming: list[StateShard] | None  # memory for what is read, from when DCP plans to read
-    arrived: list[Sequence[int]]  # offsets of the chunks that were asked for to be filled
+    arrived: set[tuple[int, ...]]  # offsets of the chunks that were asked for to be filled
 
     @classmethod
     def of(cls, shards: Sequence[StateShard]) -> ChunkTensor:
-        tensor = _outside(shards[0].shape, shards[0].data.dtype).as_subclass(cls)
+        tensor = _outside(shards[0].shape, shards[0].data.dtype)
         # What is equal in all shards of a parameter is saved once.
         tensor.shards = list({shard.start: shard for shard in reversed(shards)}.values())[::-1]
-        tensor.incoming = None
-        tensor.arrived = []
+        tensor.incoming, tensor.arrived = None, set()
         return tensor
 
     # ------------------------------------------------------------------ what DCP asks for
@@ -82,12 +86,12 @@ class ChunkTensor(torch.Tensor):
         return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        offsets = tuple(index.offset or ())
         if self.incoming is not None:
-            self.arrived.append(index.offset or ())
-        for shard in self.loaded():
-            for chunk, view in shard.chunks():
-                if chunk.offsets == tuple(index.offset or ()):
-                    return view
+            self.arrived.add(offsets)
+        for chunk, view in _chunks_of(self.loaded()):
+            if chunk.offsets == offsets:
+                return view
         raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank")
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -95,8 +99,7 @@ class ChunkTensor(torch.Tensor):
 
         return [
             ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            for shard in self.shards
-            for chunk, _ in shard.chunks()
+            for chunk, _ in _chunks_of(self.shards)
         ]
 
     # ------------------------------------------------------------------ what was read
@@ -113,23 +116,19 @@ class ChunkTensor(torch.Tensor):
 
     @property
     def is_complete(self) -> bool:
-        if self.incoming is None or math.prod(self.shards[0].shape) == 0:
+        if self.incoming is None or not self.numel():
             return True
-        chunks = [chunk for shard in self.shards for chunk, _ in shard.chunks()]
-        return {tuple(offsets) for offsets in self.arrived} == {chunk.offsets for chunk in chunks}
+        return self.arrived == {chunk.offsets for chunk, _ in _chunks_of(self.shards)}
 
     # ------------------------------------------------------------------ and nothing else
 
-    def on_cpu(self) -> ChunkTensor:
-        """A copy that the next step does not change."""
-        return ChunkTensor.of([shard.on_cpu() for shard in self.shards])
-
     def __deepcopy__(self, memo: Any) -> ChunkTensor:
-        return self.on_cpu()
+        """A copy on the CPU, which the next step does not change."""
+        return ChunkTensor.of(copy.deepcopy(self.shards, memo))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         first = self.shards[0]
-        chunks = [(chunk.offsets, chunk.sizes) for s in self.shards for chunk, _ in s.chunks()]
+        chunks = [(chunk.offsets, chunk.sizes) for chunk, _ in _chunks_of(self.shards)]
         return f"ChunkTensor({first.shape}, {first.data.dtype}, chunks={chunks})"
 
     @classmethod
@@ -145,15 +144,19 @@ class ChunkTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _outside(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _chunks_of(shards: Sequence[StateShard]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    return (part for shard in shards for part in shard.chunks())
+
+
+def _outside(shape: Sequence[int], dtype: torch.dtype) -> ChunkTensor:
     """A tensor of any shape, in the memory of one element."""
-    return torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape))
+    return torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape)).as_subclass(ChunkTensor)
 
 
 def _empty(tensor: ChunkTensor, *shape: Any) -> ChunkTensor:
     """A tensor to which staging then gives copies of the attributes of another."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return _outside(sizes, tensor.dtype).as_subclass(ChunkTensor)
+    return _outside(sizes, tensor.dtype)
 
 
 def _copy(target: torch.Tensor, source: ChunkTensor, *_: Any) -> torch.Tensor:
@@ -169,131 +172,106 @@ def _copy(target: torch.Tensor, source: ChunkTensor, *_: Any) -> torch.Tensor:
 _STAGING: dict[str, Callable[..., Any]] = {
     "data_ptr": lambda tensor: 0,  # noqa: ARG005
     "new_empty": _empty,
-    "to": lambda tensor, *_: tensor.on_cpu(),
-    "zeros_like": lambda tensor, *_: tensor.on_cpu(),
+    "to": lambda tensor, *_: copy.deepcopy(tensor),
+    "zeros_like": lambda tensor, *_: copy.deepcopy(tensor),
     "copy_": _copy,
 }
 
 
-class Shown(NamedTuple):
-    """What an optimizer shows to DCP."""
-
-    names: Sequence[str]  # of the parameters
-    shards: Sequence[StateShard]
-    groups: Sequence[Sequence[StateShard]]  # options
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class ShardedState:
-    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``.
+    """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``."""
 
-    Args:
-        show: the live state, after checks. Collective.
-        view: what to compare with what was read.
-        adopt: takes the shards, the saved groups, and names of parameters that were not covered.
-        flatten: one key per value, as with ``flatten_optimizer_state_dict=True``.
-    """
-
-    def __init__(
-        self,
-        show: Callable[[], Shown],
-        view: Callable[[], StateView],
-        adopt: Callable[[StateView, list[StateShard], list[dict[str, Any]], list[str]], None],
-        flatten: bool,
-    ) -> None:
-        self._show = show
-        self._view = view
-        self._adopt = adopt
-        self._flatten = flatten
+    rank_group: RankGroup
+    prepare: Callable[[str], None]  # brings the state up to date, after checks. Collective
+    view: Callable[[], StateView]  # of the live state
+    # Takes the shards, the saved groups, and the names of parameters that were not covered.
+    adopt: Callable[[StateView, list[StateShard], list[dict[str, Any]], list[str]], None]
+    flatten: bool  # one key per value, as with ``flatten_optimizer_state_dict=True``
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, and a form to load into; DCP asks for it in both cases."""
-        names, shards, groups = self._show()
-        by_param = _by_param(shards).items()
-        tree = {
-            "state": {names[index]: _as_tree(of_param) for index, of_param in by_param},
-            "param_groups": [_as_tree(options) for options in groups],
-        }
-        return flattened(tree) if self._flatten else tree
+        """What to save, and a form to load into; DCP asks for it in both cases. Collective: a rank
+        that cannot show its share tells all."""
+        doing, tree = "showing the state for a checkpoint", dict[str, Any]()
+        self.prepare(doing)
+
+        def show() -> list[str]:
+            view = self.view()
+            by_param = _grouped(collect(view), "param").items()
+            tree["state"] = {view.names[index]: _as_tree(shards) for index, shards in by_param}
+            tree["param_groups"] = [_as_tree(options) for options in collect_groups(view)]
+            return describe_names(view.registry, view.names)
+
+        same_outcome(self.rank_group, doing, show)
+        return flattened(tree) if self.flatten else tree
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what DCP has read. If it is refused, nothing has changed."""
-        view = self._view()
-        expected = _by_param(collect(view))
-        tree = unflattened(state_dict, view, expected) if self._flatten else state_dict
-        _require_chunks(tree["state"])
+        view = self.view()
+        expected = _grouped(collect(view), "param")
+        tree = unflattened(state_dict, view, expected) if self.flatten else state_dict
+        for name, state in tree["state"].items():
+            if not all(isinstance(tensor, ChunkTensor) for tensor in tensors_in(state)):
+                raise ValueError(  # they may be whole
+                    f"the state of {name} holds plain tensors: this is for what dcp.load has read "
+                    "into sharded(). For a full state dict use optimizer.load_state_dict"
+                )
         read: list[StateShard] = []
         incomplete = []
         for index, shards in expected.items():
             name = view.names[index]
             if name in tree["state"]:
-                leaves = _without_master_not_read(leaves_of(tree["state"][name]))
-                if not _is_complete(shards, leaves):
-                    incomplete.append(name)
-                    continue
-                for shard in shards:
-                    if shard.path in leaves:
-                        leaf = leaves[shard.path]
-                        is_chunks = isinstance(leaf, ChunkTensor)
-                        read.append(
-                            replace(shard, data=leaf.data_for(shard) if is_chunks else leaf)
-                        )
-        self._adopt(view, read, list(map(_options, tree["param_groups"])), sorted(incomplete))
+                found = _read(shards, leaves_of(tree["state"][name], f"the state of {name}"))
+                read += found or ()
+                incomplete += [name] if found is None else []
+        groups = []
+        for group in tree["param_groups"]:
+            leaves = leaves_of(group, "a group").items()
+            chunks = {path: leaf for path, leaf in leaves if isinstance(leaf, ChunkTensor)}
+            groups.append(rebuild(group, {p: c.loaded()[0].data for p, c in chunks.items()}))
+        self.adopt(view, read, groups, sorted(incomplete))
 
 
-def _by_param(shards: Sequence[StateShard]) -> dict[int, list[StateShard]]:
-    found: dict[int, list[StateShard]] = {}
+def _grouped(shards: Iterable[StateShard], by: str) -> dict[Any, list[StateShard]]:
+    found: dict[Any, list[StateShard]] = {}
     for shard in shards:
-        found.setdefault(shard.param, []).append(shard)
+        found.setdefault(getattr(shard, by), []).append(shard)
     return found
 
 
 def _as_tree(shards: Sequence[StateShard]) -> Any:
     """The state of a parameter, or the options of a group, as DCP sees them."""
-    by_path: dict[Path, list[StateShard]] = {}
-    for shard in shards:
-        by_path.setdefault(shard.path, []).append(shard)
     leaves = {
         path: ChunkTensor.of(same) if same[0].is_tensor else same[0].data
-        for path, same in by_path.items()
+        for path, same in _grouped(shards, "path").items()
     }
-    return rebuild(shards[0].skeleton, leaves, as_saved=True)
+    return rebuild(shards[0].tree, leaves, as_saved=True)
 
 
-def _require_chunks(states: Mapping[str, Any]) -> None:
-    """Refuse tensors that were not asked for as parts, and may be whole."""
-    for name, state in states.items():
-        for tensor in tensors_in(state):
-            if not isinstance(tensor, ChunkTensor):
-                raise ValueError(
-                    f"the state of {name} holds plain tensors: this is for what dcp.load has read "
-                    "into sharded(). For a full state dict use optimizer.load_state_dict"
-                )
-
-
-def _without_master_not_read(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
-    """A checkpoint may lack master copies (``allow_partial_load``): they can be made anew."""
-    others = {path: leaf for path, leaf in leaves.items() if path != (MASTER,)}
-    was_read = {
-        path for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor) and leaf.incoming
-    }
-    return others if was_read and (MASTER,) not in was_read else leaves
-
-
-def _is_complete(shards: Sequence[StateShard], leaves: Mapping[Path, Any]) -> bool:
-    """Whether all of it was read, or nothing of it was asked for."""
-    chunks = [leaf for leaf in leaves.values() if isinstance(leaf, ChunkTensor)]
-    asked = {chunk.incoming is not None for chunk in chunks}
-    is_there = all(shard.path in leaves or shard.is_master for shard in shards)
-    return is_there and len(asked) < 2 and all(chunk.is_complete for chunk in chunks)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were read for a group, their tensors as they are."""
-    tensors: list[torch.Tensor] = []
-    skeleton = encode(dict(group), tensors)
-    values = [t.loaded()[0].data if isinstance(t, ChunkTensor) else t for t in tensors]
-    found: dict[str, Any] = decode(skeleton, values)
-    return found
+def _read(shards: Sequence[StateShard], leaves: dict[Path, Any]) -> list[StateShard] | None:
+    """The shards of a parameter with what DCP has read for them; None if a part was not read. If
+    nothing of it was asked for, they are as they were shown."""
+    chunks = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor)}
+    asked = {path for path, tensor in chunks.items() if tensor.incoming is not None}
+    # A checkpoint may lack master copies (``allow_partial_load``): they can be made anew.
+    if asked and (MASTER,) not in asked:
+        leaves.pop((MASTER,), None)
+        chunks.pop((MASTER,), None)
+    is_complete = (
+        all(shard.path in leaves or shard.is_master for shard in shards)
+        and (not asked or asked == chunks.keys())
+        and all(tensor.is_complete for tensor in chunks.values())
+    )
+    if not is_complete:
+        return None
+    return [
+        replace(
+            shard,
+            data=chunks[shard.path].data_for(shard) if shard.path in chunks else leaves[shard.path],
+        )
+        for shard in shards
+        if shard.path in leaves
+    ]
 
 
 def flattened(tree: Mapping[str, Any]) -> dict[str, Any]:

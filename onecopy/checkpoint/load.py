@@ -35,19 +35,19 @@ from onecopy.checkpoint.metadata import (
 from onecopy.checkpoint.safe_pickle import DamagedCheckpoint
 from onecopy.checkpoint.state import (
     BY_INDEX,
+    States,
     StateShard,
     StateView,
     adopt,
     collect,
     describe_names,
     dotted,
-    drop_state,
-    states_of_frozen,
-    uninitialized,
+    states_of,
+    without_uninitialized,
 )
+from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.transfer import Path as Steps
 from onecopy.planning.param_groups import MASTER, GroupPolicy
 from onecopy.planning.traits import class_name, is_torch_class, options_of
 from onecopy.sharding.sharded_params import ShardedParams
@@ -241,7 +241,10 @@ def match(
     or of ``other_classes``, is told by name.
     """
     known, listed = set(view.names), {name for group in saved.groups for name in group["params"]}
-    owned = {*view.names_owned(), *(view.names[shard.param] for shard in shards)}
+    owned = {
+        *{view.names[owned.shard.param] for owned in view.local.shards},
+        *(view.names[shard.param] for shard in shards),
+    }
     ours = {(view.names[shard.param], dotted(shard.path)): shard for shard in shards}
     theirs = {key: entry for key, entry in saved.states.items() if key[0] in owned}
     with_state = {name for name, _ in theirs}
@@ -440,9 +443,10 @@ def agree_on_shards(
         return describe_names(view.registry, view.names)
 
     same_outcome(rank_group, "loading a checkpoint", prepare)
-    known = drop_state(view, shards, uninitialized(view, shards, rank_group))
-    loadable = Loadable(states_of_frozen(view, known), {}, options, known)
-    return with_ranks_told(rank_group, loadable)
+    states, params = states_of(shards), view.registry.params
+    frozen = {params[key]: states.pop(key) for key in list(states) if isinstance(key, int)}
+    cut = without_uninitialized(view, states, rank_group)
+    return with_ranks_told(rank_group, Loadable(options, frozen, cut, {}))
 
 
 def _first(names: Sequence[str]) -> str:
@@ -525,16 +529,14 @@ def load_checkpoint(
 
     report = LoadReport.of(same_outcome(exchange, exchange.doing, read_mine, decide))
     view, options, read, kept, not_begun = found
-    if not_begun is None:
-        not_begun = uninitialized(view, read, rank_group)
-    shards = [*drop_state(view, read, not_begun), *kept]
+    states = {**without_uninitialized(view, states_of(read), rank_group, not_begun), **kept}
 
     def give() -> list[str]:
-        adopt(sharded_params.inner, shards, options)
+        adopt(sharded_params.inner, states, options)
         return []
 
     same_outcome(rank_group, f"loading {directory}", give)
-    return Loadable({}, {}, options, shards), report
+    return Loadable(options, {}, states, {}), report
 
 
 def _with_state(
@@ -583,18 +585,16 @@ def _read(
     return found
 
 
-def _kept(view: StateView, unfit: Container[str]) -> list[StateShard]:
+def _kept(view: StateView, unfit: Container[str]) -> States:
     """The live state and the master copies of parameters that do not fit."""
-    found = []
+    found = {}
     for owned in view.local.shards:
         if view.names[owned.shard.param] in unfit:
             state = dict(view.local.state.get(owned.tensor, {}))
             if owned.has_master:
                 state[MASTER] = owned.tensor.detach().clone()
-            found += [
-                StateShard(owned.shard.param, (key,), value, owned=owned)
-                for key, value in state.items()
-            ]
+            if state:
+                found[owned] = state
     return found
 
 

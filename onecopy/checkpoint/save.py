@@ -41,11 +41,10 @@ from onecopy.checkpoint.state import (
     collect_groups,
     describe_names,
     dotted,
-    names_without_state,
 )
+from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.comm.transfer import Path as Steps
 from onecopy.planning.traits import class_name
 from onecopy.version import __version__
 
@@ -110,7 +109,8 @@ def _save(
                     add(stored.place.length)
                     exchange.beat()
         sync_directory(directory)
-        return written, names_without_state(view)
+        new = (owned for owned in view.local.shards if not view.local.state.get(owned.tensor))
+        return written, list({view.names[owned.shard.param] for owned in new})
 
     cause: Exception | None = None
 

@@ -1,9 +1,9 @@
 """Tensors and plain values from rank to rank, without pickle.
 
 A state value is a tensor, a plain Python value, or a container of both. ``encode`` takes the
-tensors out and leaves a *skeleton* of JSON, ``decode`` is its inverse, and ``paths`` names the
-leaves. The tensors travel in messages: a large tensor in ranges of its own memory, small tensors
-packed together. Both sides compute the same messages from the sizes alone.
+tensors out and leaves a *skeleton* of JSON; ``decode`` is its inverse. The tensors travel in
+messages: a large tensor in ranges of its own memory, small tensors packed together. Both sides
+compute the same messages from the sizes alone.
 """
 
 from __future__ import annotations
@@ -57,38 +57,6 @@ def decode(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in content}
     items = [decode(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)
-
-
-Path = tuple[str | int, ...]
-
-
-def paths(skeleton: Any) -> dict[Path, Any]:
-    """The leaves of a skeleton by their paths, as ``torch.distributed.checkpoint`` names them.
-
-    Each leaf is a skeleton again, for ``decode``. A list or tuple without tensors is one leaf,
-    unless it is a list of dicts or lists.
-
-    >>> list(paths(encode({"step": 1, 2: [torch.zeros(1), None], "betas": (0.9, 0.99)}, [])))
-    [('step',), ('2', 0), ('2', 1), ('betas',)]
-    """
-    ((kind, content),) = skeleton.items()
-    if kind == "dict":
-        items: list[tuple[str | int, Any]] = [(str(key), item) for key, item in content]
-    elif kind in ("list", "tuple") and (
-        _has_tensors(skeleton)
-        or (kind == "list" and any("dict" in item or "list" in item for item in content))
-    ):
-        items = list(enumerate(content))
-    else:
-        return {(): skeleton}
-    return {(key, *path): leaf for key, item in items for path, leaf in paths(item).items()}
-
-
-def _has_tensors(skeleton: Any) -> bool:
-    ((kind, content),) = skeleton.items()
-    if kind == "dict":
-        return any(_has_tensors(item) for _, item in content)
-    return kind == "tensor" or (kind != "value" and any(map(_has_tensors, content)))
 
 
 class Form(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import MIN_MESSAGE_BYTES, SHORTEST_MESSAGE, pack, unpack
+from trees import DTYPES, STATES, same
 
 from onecopy.comm.transfer import (
     PACKED_BYTES,
@@ -24,57 +24,13 @@ from onecopy.comm.transfer import (
     Range,
     decode,
     encode,
-    paths,
     receive_tensors,
     send_tensors,
     split_into_messages,
 )
 
 BUSY = [HealthCheck.too_slow]  # a busy machine is no fault of a test
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.complex64, torch.complex128, torch.bool),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-]
-
-
 # ------------------------------------------------------------------ encode and decode
-
-
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(10**30, 10**300)
-    | st.floats()
-    | st.text(st.characters(), max_size=5)
-)
-TENSORS = st.builds(torch.full, st.just((2,)), st.integers(0, 9), dtype=st.sampled_from(DTYPES[:4]))
-STATES = st.recursive(
-    PLAIN | TENSORS,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal, of equal types all the way down; NaN equals NaN, and -0.0 is not 0.0."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a is b
-    if isinstance(a, float):
-        return (math.isnan(a) and math.isnan(b)) or a.hex() == b.hex()
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return same(list(a.items()), list(b.items()))
-    return bool(a == b)
 
 
 @given(STATES)
@@ -122,68 +78,6 @@ def test_a_dict_with_odd_keys_is_refused(key: Any) -> None:
 def test_relatives_of_plain_containers_become_plain() -> None:
     state = {"a": collections.OrderedDict(x=1), "b": torch.Size([2, 3])}
     assert decode(encode(state, []), []) == {"a": {"x": 1}, "b": (2, 3)}
-
-
-# ------------------------------------------------------------------ paths
-
-
-def leaves_of(state: Any) -> dict[Any, Any]:
-    """The leaves of a state by their paths."""
-    tensors: list[torch.Tensor] = []
-    skeleton = json.loads(json.dumps(encode(state, tensors)))
-    return {path: decode(leaf, tensors) for path, leaf in paths(skeleton).items()}
-
-
-def test_leaves_have_the_names_that_torchs_checkpoints_give_them() -> None:
-    a, b = torch.zeros(1), torch.ones(2)
-    state = {
-        "step": 3,
-        7: a,
-        "betas": (0.9, 0.99),
-        "history": [b, None, (a, 1)],
-        "sizes": [1, 2],
-        "nested": [[1, 2], {"x": None}],
-        "pair": ({"key": b}, "text"),
-        "tuples": [(1, 2), ({"no": "tensor"}, 3)],
-        "nothing": {},
-        "none_of_them": [],
-    }
-    assert leaves_of(state) == {
-        ("step",): 3,
-        ("7",): a,
-        ("betas",): (0.9, 0.99),
-        ("history", 0): b,
-        ("history", 1): None,
-        ("history", 2, 0): a,
-        ("history", 2, 1): 1,
-        ("sizes",): [1, 2],
-        ("nested", 0): [1, 2],
-        ("nested", 1, "x"): None,
-        ("pair", 0, "key"): b,
-        ("pair", 1): "text",
-        ("tuples",): [(1, 2), ({"no": "tensor"}, 3)],
-        ("none_of_them",): [],
-    }
-    assert leaves_of(a) == {(): a}
-
-
-@given(STATES)
-@settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
-def test_every_tensor_is_a_leaf_of_its_own(state: Any) -> None:
-    tensors: list[torch.Tensor] = []
-    skeleton = encode(state, tensors)
-    of_leaves: list[torch.Tensor] = []
-    for leaf in paths(skeleton).values():
-        value = decode(leaf, tensors)
-        if isinstance(value, torch.Tensor):
-            of_leaves.append(value)
-        else:
-            found: list[torch.Tensor] = []
-            encode(value, found)
-            assert not found
-    keys_are_distinct = len(of_leaves) == len(tensors)  # 1 and "1" are one name in a checkpoint
-    assert not keys_are_distinct or all(map(same, of_leaves, tensors))
-    assert len(of_leaves) <= len(tensors)
 
 
 # ------------------------------------------------------------------ forms
