@@ -3,8 +3,7 @@
 The class owns one object for each concern, none of which knows the optimizer: the ranks
 (``RankGroup``), the user's class on this rank's shards (``InnerOptimizers``), plan, memory and
 all-gathers (``ShardedParams``), reduced gradients (``Attachment``), uneven inputs
-(``JoinParticipant``) and the checks. Read ``step``,
-``_step`` and ``_prepare_step`` first.
+(``JoinParticipant``) and the checks. Read ``step``, ``_step`` and ``_prepare_step`` first.
 
 Invariant: every method that communicates does so in the same order on all ranks. What one rank
 alone can refuse, it refuses before; everything else is refused by all ranks, in ``same_outcome``.

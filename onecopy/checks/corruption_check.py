@@ -22,6 +22,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from onecopy.sharding.sharded_params import (
 Compare = Callable[[torch.Tensor, str, Sequence[str]], None]
 
 
+@dataclass(eq=False)
 class CorruptionCheck:
     """Reads what an optimizer holds, bucket by bucket, before it is updated and afterwards.
 
@@ -52,16 +54,15 @@ class CorruptionCheck:
     and tried again, there is another reading, and the first is forgotten.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every  # 0: nothing is read
-        self._compared = 0  # before which step, last
-        self._step = 0
-        self._plan: Plan | None = None
-        self._params: Sequence[torch.Tensor] = ()
-        self._buckets: list[_BucketCheck] = []
-        self._since = 0  # the first step in the history
-        self._past: torch.Tensor | None = None  # the history under earlier plans, by parameter
-        self._changes: dict[int, str] = {}  # by parameter
+    every: int  # 0: nothing is read
+    _compared: int = 0  # before which step, last
+    _step: int = 0
+    _plan: Plan | None = None
+    _params: Sequence[torch.Tensor] = ()
+    _buckets: list[_BucketCheck] = field(default_factory=list)
+    _since: int = 0  # the first step in the history
+    _past: torch.Tensor | None = None  # the history under earlier plans, by parameter
+    _changes: dict[int, str] = field(default_factory=dict)  # by parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CorruptionCheck:
         """A copy of the optimizer begins anew."""
