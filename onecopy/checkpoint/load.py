@@ -49,7 +49,7 @@ from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.planning.param_groups import MASTER, GroupPolicy
-from onecopy.planning.traits import class_name, is_torch_class, options_of
+from onecopy.planning.traits import is_torch_class, options_of
 from onecopy.sharding.sharded_params import ShardedParams
 
 # -------------------------------------------------------------------------- what a checkpoint has
@@ -300,7 +300,7 @@ def _of_other_classes(view: StateView, saved: SavedState) -> dict[str, str]:
     """The parameters that had another class, and which, as far as the checkpoint tells."""
     found = {}
     for name, entry in zip(view.names, view.registry.entries, strict=True):
-        ours = class_name(view.registry.policies[entry.group].optimizer_class)
+        ours = view.registry.policies[entry.group].class_name
         theirs = saved.classes.get(name, ours)
         # Classes of other packages may have been renamed since; their keys must tell.
         if theirs != ours and is_torch_class(theirs) and is_torch_class(ours):

@@ -45,7 +45,6 @@ from onecopy.checkpoint.state import (
 from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
-from onecopy.planning.traits import class_name
 from onecopy.version import __version__
 
 PREFIX = "optim"
@@ -203,14 +202,13 @@ def _mark(
     """Says in the file what cannot be seen from its keys."""
     classes: dict[str, list[str]] = {}
     for name, entry in zip(view.names, view.registry.entries, strict=True):
-        cls = view.registry.policies[entry.group].optimizer_class
-        classes.setdefault(class_name(cls), []).append(name)
+        classes.setdefault(view.registry.policies[entry.group].class_name, []).append(name)
     return {
         "version": __version__,
         "names": "positions" if view.names[0].startswith(BY_INDEX) else "names",
         "classes": classes,
         "groups": [view.names_in(number) for number in range(len(view.groups))],
-        "frozen": [view.names[index] for index in view.registry.unplanned(view.plan)],
+        "frozen": [view.names[index] for index in view.frozen],
         "not_begun": without_state,
         "digest": digest(written),
     }

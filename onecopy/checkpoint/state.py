@@ -122,10 +122,15 @@ class StateView:
             group.get("lr", 0.0),
         )
 
+    @property
+    def frozen(self) -> list[int]:
+        """The parameters that the plan does not hold."""
+        return [index for index in range(len(self.names)) if index not in self.plan.params]
+
     def made_at_construction(self) -> dict[int, Mapping[str, Any]]:
         """The state of frozen parameters, if the class makes it in its constructor."""
         found = {}
-        for index in self.registry.unplanned(self.plan):
+        for index in self.frozen:
             number, param = self.registry.entries[index].group, self.registry.params[index]
             cls = self.registry.policies[number].optimizer_class
             made = self.local.constructor_state(cls, self.groups[number], [param])

@@ -24,6 +24,7 @@ from onecopy.planning.text import shown
 from onecopy.planning.traits import (
     NOT_OPTIONS,
     Kind,
+    class_name,
     options_of,
     partition_kind,
     update_cost,
@@ -299,6 +300,7 @@ class GroupPolicy:
     """How the parameters of a group are sharded."""
 
     optimizer_class: type[Optimizer]
+    class_name: str  # with its module, as checkpoints say it
     kind: Kind
     fused: bool
 
@@ -334,7 +336,7 @@ class PartitionPolicy:
                 "differentiable=True cannot be sharded: no graph leads through a parameter that "
                 "arrives from another rank"
             )
-        return GroupPolicy(cls, kind, bool(switches["fused"]))
+        return GroupPolicy(cls, class_name(cls), kind, bool(switches["fused"]))
 
     def with_options(
         self, present: Sequence[GroupPolicy], groups: Groups, options: Groups

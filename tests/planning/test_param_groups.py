@@ -38,7 +38,7 @@ def policy(
     kind: Kind = Kind.ELEMENTWISE,
     fused: bool = False,
 ) -> GroupPolicy:
-    return GroupPolicy(cls, kind, fused)
+    return GroupPolicy(cls, f"{cls.__module__}.{cls.__qualname__}", kind, fused)
 
 
 def registry_of(params: list[torch.Tensor], **policies: Any) -> ParamRegistry:
