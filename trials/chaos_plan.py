@@ -92,7 +92,7 @@ KILL_POINTS = (
     KillPoint("load", "before", "onecopy.comm.agreement:StoreChannel.answer"),
     KillPoint("load", "before", "onecopy.checkpoint.load:adopt"),
     KillPoint("load", "after", "onecopy.checkpoint.load:adopt"),
-    KillPoint("full save", "before", "onecopy.checkpoint.full_state:consolidate"),
+    KillPoint("full save", "before", "onecopy.optimizer:consolidate"),
     KillPoint(
         "full save",
         "before",
@@ -108,7 +108,7 @@ KILL_POINTS = (
         calls=2,
         only_rank_0=True,
     ),
-    KillPoint("full save", "after", "onecopy.checkpoint.full_state:consolidate"),
+    KillPoint("full save", "after", "onecopy.optimizer:consolidate"),
     KillPoint("full save", "before", "torch:save", only_rank_0=True),
     KillPoint("full save", "after", "torch:save", only_rank_0=True),
     KillPoint("full save", "before", "pathlib:Path.rename", calls=2, only_rank_0=True),

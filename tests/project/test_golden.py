@@ -28,10 +28,10 @@ def with_a_bit_flipped(
     add: Callable[..., None] = getattr(*ADD_CONTRIBUTIONS)
     flipped: list[bool] = []
 
-    def wrong(bucket: Any, contributions: Sequence[torch.Tensor]) -> None:
-        add(bucket, contributions)
-        if not flipped and world.rank == world.size - 1 and bucket.slot.dtype == torch.float32:
-            bucket.slot.view(torch.int32)[0] ^= 1
+    def wrong(slot: Any, contributions: Sequence[torch.Tensor]) -> None:
+        add(slot, contributions)
+        if not flipped and world.rank == world.size - 1 and slot.tensor.dtype == torch.float32:
+            slot.tensor.view(torch.int32)[0] ^= 1
             flipped.append(True)
 
     with mock.patch.object(*ADD_CONTRIBUTIONS, wrong):
