@@ -286,6 +286,7 @@ class _ReduceScatter(_Operation):
     ) -> None:
         super().__init__(comm, tag, staging)
         self._layout, self._slot, rank = layout, slot, comm.group.rank
+        self._own_range = layout.range(rank)
         send, receive, sums = staging
         self._whole = whole = send.tensor[: layout.numel]
         ranges = map(layout.range, range(comm.group.world_size))
@@ -337,7 +338,7 @@ class _ReduceScatter(_Operation):
 
     def complete(self) -> None:
         rank, dtype = self._comm.group.rank, self._whole.dtype
-        start, stop = self._layout.range(rank)
+        start, stop = self._own_range
         of_rank = {**dict(self.received), rank: self._whole[start:stop]}
         for read in self.reads:
             # Of a local rank that sends its part, the memory is read for owners elsewhere only.
