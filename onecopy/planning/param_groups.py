@@ -407,8 +407,9 @@ class ParamRegistry:
         changed = any(map(GroupPolicy.needs_other_cuts_than, policies, self.policies))
         return replace(self, policies=tuple(policies)) if changed else self
 
-    def require_same_classes(self, policies: Sequence[GroupPolicy]) -> None:
-        """Raise if a group was given another optimizer class by hand."""
+    def require_plan_fits(self, policies: Sequence[GroupPolicy], world_size: int) -> None:
+        """Raise if a group was given another optimizer class by hand, or options that decide where
+        tensors may be cut."""
         for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
             if before.optimizer_class is not after.optimizer_class:
                 raise GroupsChanged(
@@ -416,11 +417,7 @@ class ParamRegistry:
                     f"{after.optimizer_class.__name__}: changing optimizer_class by hand has no "
                     "effect here. Build another optimizer"
                 )
-
-    def require_plan_fits(self, policies: Sequence[GroupPolicy]) -> None:
-        """Raise if options were changed that decide where tensors may be cut."""
-        for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
-            if after.needs_other_cuts_than(before):
+            if world_size > 1 and after.needs_other_cuts_than(before):
                 what = "fused is on" if after.kind is before.kind else f"it is {after.kind.value}"
                 raise RuntimeError(
                     f"the options of group {number} have changed: now {what}, and its tensors were "
