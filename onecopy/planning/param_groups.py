@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -157,23 +157,21 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     if not entries:
         raise ValueError("params is empty: there is nothing to optimize")
     if all(isinstance(entry, dict) for entry in entries):
-        groups = [_as_group(entry) for entry in entries]
-    elif all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
-        groups = [{"params": entries}]
-    else:
-        unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
-        if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
-            raise ValueError(  # as torch does, with its class and its words
-                "all optimizer params should be with/without names. Some param names are missing: "
-                f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others "
-                "are (name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
-            )
-        kinds = sorted({type(entry).__name__ for entry in entries})
-        raise TypeError(
-            "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
-            f"got {', '.join(kinds)}"
+        return [_as_group(entry) for entry in entries]
+    if all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
+        return [{"params": entries}]
+    unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
+    if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
+        raise ValueError(  # as torch does, with its class and its words
+            "all optimizer params should be with/without names. Some param names are missing: "
+            f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others "
+            "are (name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
         )
-    return groups
+    kinds = sorted({type(entry).__name__ for entry in entries})
+    raise TypeError(
+        "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
+        f"got {', '.join(kinds)}"
+    )
 
 
 class GroupWithoutParams(ValueError, KeyError):
@@ -191,13 +189,10 @@ def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise GroupWithoutParams(f'a parameter group needs the key "params", got {sorted(entry)}')
     group = dict(entry)
     params = group["params"]
-    if isinstance(params, torch.Tensor):
-        group["params"] = [params]
-    else:
-        _require_order(params, '"params" of a group')
-        if not isinstance(params, Iterable):
-            raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
-        group["params"] = list(params)
+    _require_order(params, '"params" of a group')
+    if not isinstance(params, Iterable):
+        raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
+    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
     if "param_names" in group:
         check_names(group["param_names"], len(group["params"]))
     return group
@@ -361,10 +356,8 @@ def device_names(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:
 
     Why: rank 0's parameters are on cuda:0 and rank 1's on cuda:1, and their plans must be equal.
     """
-    names: dict[torch.device, str] = {}
-    for param in params:
-        names.setdefault(param.device, f"{param.device.type} #{len(names)}")
-    return names
+    devices = dict.fromkeys(param.device for param in params)
+    return {device: f"{device.type} #{number}" for number, device in enumerate(devices)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -401,11 +394,6 @@ class ParamRegistry:
         return ParamRegistry(
             tuple(entries), (*self.policies, policy), (*self.listed, tuple(group["params"]))
         )
-
-    def with_policies(self, policies: Sequence[GroupPolicy]) -> ParamRegistry:
-        """A registry for groups with these policies; this one if its plan is right for them."""
-        changed = any(map(GroupPolicy.needs_other_cuts_than, policies, self.policies))
-        return replace(self, policies=tuple(policies)) if changed else self
 
     def require_plan_fits(self, policies: Sequence[GroupPolicy], world_size: int) -> None:
         """Raise if a group was given another optimizer class by hand, or options that decide where

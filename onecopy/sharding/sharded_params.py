@@ -17,6 +17,7 @@ import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -161,9 +162,10 @@ class ShardedParams:
         """
         before = self.plan
         late = [i for i in self.registry.unplanned(before) if self.registry.params[i] in with_state]
-        fitting = self.registry.with_policies(policies) if before.world_size > 1 else self.registry
-        if fitting is not self.registry:
-            self.registry, self.plan = fitting, Plan(before.world_size, before.bucket_bytes)
+        changed = map(GroupPolicy.needs_other_cuts_than, policies, self.registry.policies)
+        if before.world_size > 1 and any(changed):
+            self.registry = replace(self.registry, policies=tuple(policies))
+            self.plan = Plan(before.world_size, before.bucket_bytes)
             self.inner.remove_shards()
             self.extend(groups, [*sorted(before.params), *late])
         elif late:
