@@ -32,6 +32,8 @@ from onecopy.planning.traits import (
 
 MASTER = "master_param"  # the key of a master copy in saved state
 
+Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
+
 
 def grad_dtype(param: torch.Tensor) -> torch.dtype:
     """The dtype of a parameter's gradient; recent releases let it be another than its own."""
@@ -212,7 +214,7 @@ def _is_named(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor)
 
 
-def check_tensors(groups: Sequence[Mapping[str, Any]]) -> None:
+def check_tensors(groups: Groups) -> None:
     """Refuse what cannot be sharded, naming it."""
     first_type: str | None = None
     for number, group in enumerate(groups):
@@ -268,7 +270,7 @@ def take_groups(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]]
     return groups, None
 
 
-def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
+def first_device(groups: Groups) -> torch.device | None:
     params = (param for group in groups for param in group["params"])
     first = next(params, None)
     first = first[1] if isinstance(first, tuple) else first
@@ -303,9 +305,6 @@ class GroupPolicy:
         """Whether a plan made for another policy is wrong for this one."""
         turns_fused = self.kind is Kind.ELEMENTWISE and self.fused and not before.fused
         return self.kind is not before.kind or turns_fused
-
-
-Groups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.comm.agreement import difference
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import flat_range, is_dense, one_of_each
-from onecopy.planning.param_groups import Entry, GroupPolicy, GroupsChanged, ParamRegistry
+from onecopy.planning.param_groups import Entry, GroupPolicy, Groups, GroupsChanged, ParamRegistry
 from onecopy.planning.plan import Plan
 from onecopy.sharding.engine import AllGathers, FlatStorage, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
@@ -98,7 +98,6 @@ _SAME_ORDER = (
     "These are different parameters, in one position. Pass the parameters in the same order on all "
     "ranks; named_parameters() instead of parameters() lets the ranks compare names."
 )
-Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
 # What reduces gradients in attached mode follows every change of the plan or of the memory, and
 # returns the memory from which it sends.
 Follow = Callable[[Plan, Sequence[torch.Tensor]], SendBuffers]

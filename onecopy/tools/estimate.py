@@ -67,7 +67,7 @@ class ModelSpec:
         settings.validate({})
         self.master_dtype = settings.master_dtype
         self.registry = ParamRegistry()
-        templates = []  # by group
+        self.templates: list[StateTemplate] = []  # by group
         stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         names: dict[torch.Tensor, str] = {}  # by stand-in
         policies = PartitionPolicy(optimizer_class, settings, defaults)
@@ -79,15 +79,15 @@ class ModelSpec:
             cls, given = policy.optimizer_class, options_of(group)
             options = {**defaults, **given} if cls is optimizer_class else given
             construct = functools.partial(_construct, cls, options)
-            templates.append(StateTemplate(cls, construct, options.get("lr", 0.0)))
+            self.templates.append(StateTemplate(cls, construct, options.get("lr", 0.0)))
             self.registry = self.registry.with_group(group, policy)
         self.params: Sequence[torch.Tensor] = self.registry.params  # by index in the plan
         self.names = [names[param] for param in self.params]
         # Or on the meta device, or shapes: not on an accelerator.
         self.on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
-        self._bytes_of_shards = [functools.cache(t.bytes_of_shards) for t in templates]
-        self._bytes_of_tensor = [functools.cache(t.bytes_of_tensor) for t in templates]
+        self._bytes_of_shards = [functools.cache(t.bytes_of_shards) for t in self.templates]
+        self._bytes_of_tensor = [functools.cache(t.bytes_of_tensor) for t in self.templates]
 
     def state_bytes(self, param: int, has_master: bool = True) -> StateBytes:
         """Of a parameter that may be cut."""
