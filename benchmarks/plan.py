@@ -24,6 +24,7 @@ the bits, as indeed the unsharded update changes them with the number of threads
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import time
 import tracemalloc
@@ -35,7 +36,11 @@ import torch.distributed as dist
 from costs import Cost, report
 
 from onecopy import ParamSpec, is_elementwise, make_plan
-from onecopy.tools.models import PRESETS, Shapes, numels
+from onecopy.tools.models import PRESETS, Shapes
+
+
+def numels(shapes: Shapes) -> list[int]:
+    return [math.prod(shape) for shape in shapes.values()]
 
 
 def specs_of(shapes: Shapes) -> list[ParamSpec]:

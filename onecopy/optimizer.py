@@ -514,9 +514,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         flags = flags_of(self.param_groups)
         if flags != self._flags:
             policies = self._policies_with(self.param_groups)
-            self._params.registry.require_same_classes(policies)
-            if self.world_size > 1:
-                self._params.registry.require_plan_fits(policies)
+            self._params.registry.require_plan_fits(policies, self.world_size)
             self._flags = flags
 
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:

@@ -32,7 +32,7 @@ from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup, bytes_from_tensor, tensor_from_bytes
 from onecopy.comm.transfer import Form, decode, encode, receive_tensors, send_tensors
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense
-from onecopy.planning.param_groups import MASTER, check_names, update_dtype
+from onecopy.planning.param_groups import MASTER, Groups, check_names, update_dtype
 from onecopy.planning.text import shown
 from onecopy.planning.traits import class_name, is_torch_class, options_of
 from onecopy.sharding.inner import Inner, InnerOptimizers
@@ -40,7 +40,6 @@ from onecopy.sharding.sharded_params import ShardedParams
 
 logger = logging.getLogger("onecopy")
 
-Groups = Sequence[Mapping[str, Any]]
 FullState = dict[Any, Any]  # state by parameter, or by a key of the class's own
 
 

@@ -439,7 +439,7 @@ def agree_on_shards(
             )
         options.extend(options_from(view, groups))
         if rank_group.world_size > 1:
-            view.registry.require_plan_fits(policies_for(options))
+            view.registry.require_plan_fits(policies_for(options), rank_group.world_size)
         return describe_names(view.registry, view.names)
 
     same_outcome(rank_group, "loading a checkpoint", prepare)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -31,6 +31,8 @@ from onecopy.planning.traits import (
 )
 
 MASTER = "master_param"  # the key of a master copy in saved state
+
+Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
 
 
 def grad_dtype(param: torch.Tensor) -> torch.dtype:
@@ -157,23 +159,21 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     if not entries:
         raise ValueError("params is empty: there is nothing to optimize")
     if all(isinstance(entry, dict) for entry in entries):
-        groups = [_as_group(entry) for entry in entries]
-    elif all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
-        groups = [{"params": entries}]
-    else:
-        unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
-        if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
-            raise ValueError(  # as torch does, with its class and its words
-                "all optimizer params should be with/without names. Some param names are missing: "
-                f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others "
-                "are (name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
-            )
-        kinds = sorted({type(entry).__name__ for entry in entries})
-        raise TypeError(
-            "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
-            f"got {', '.join(kinds)}"
+        return [_as_group(entry) for entry in entries]
+    if all(isinstance(e, torch.Tensor) for e in entries) or all(map(_is_named, entries)):
+        return [{"params": entries}]
+    unnamed = [place for place, entry in enumerate(entries) if not isinstance(entry, tuple)]
+    if not isinstance(entries[0], dict) and 0 < len(unnamed) < len(entries):
+        raise ValueError(  # as torch does, with its class and its words
+            "all optimizer params should be with/without names. Some param names are missing: "
+            f"entry {unnamed[0]} of params is a {type(entries[unnamed[0]]).__name__}, others "
+            "are (name, tensor) pairs. Pass model.named_parameters(), or model.parameters()"
         )
-    return groups
+    kinds = sorted({type(entry).__name__ for entry in entries})
+    raise TypeError(
+        "params must hold only tensors, only (name, tensor) pairs, or only group dicts, "
+        f"got {', '.join(kinds)}"
+    )
 
 
 class GroupWithoutParams(ValueError, KeyError):
@@ -191,13 +191,10 @@ def _as_group(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise GroupWithoutParams(f'a parameter group needs the key "params", got {sorted(entry)}')
     group = dict(entry)
     params = group["params"]
-    if isinstance(params, torch.Tensor):
-        group["params"] = [params]
-    else:
-        _require_order(params, '"params" of a group')
-        if not isinstance(params, Iterable):
-            raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
-        group["params"] = list(params)
+    _require_order(params, '"params" of a group')
+    if not isinstance(params, Iterable):
+        raise TypeError(f"the params of a group must be tensors, got {type(params).__name__}")
+    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
     if "param_names" in group:
         check_names(group["param_names"], len(group["params"]))
     return group
@@ -217,7 +214,7 @@ def _is_named(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor)
 
 
-def check_tensors(groups: Sequence[Mapping[str, Any]]) -> None:
+def check_tensors(groups: Groups) -> None:
     """Refuse what cannot be sharded, naming it."""
     first_type: str | None = None
     for number, group in enumerate(groups):
@@ -273,7 +270,7 @@ def take_groups(params: Any, optimizer_class: Any) -> tuple[list[dict[str, Any]]
     return groups, None
 
 
-def first_device(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
+def first_device(groups: Groups) -> torch.device | None:
     params = (param for group in groups for param in group["params"])
     first = next(params, None)
     first = first[1] if isinstance(first, tuple) else first
@@ -308,9 +305,6 @@ class GroupPolicy:
         """Whether a plan made for another policy is wrong for this one."""
         turns_fused = self.kind is Kind.ELEMENTWISE and self.fused and not before.fused
         return self.kind is not before.kind or turns_fused
-
-
-Groups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,10 +355,8 @@ def device_names(params: Iterable[torch.Tensor]) -> dict[torch.device, str]:
 
     Why: rank 0's parameters are on cuda:0 and rank 1's on cuda:1, and their plans must be equal.
     """
-    names: dict[torch.device, str] = {}
-    for param in params:
-        names.setdefault(param.device, f"{param.device.type} #{len(names)}")
-    return names
+    devices = dict.fromkeys(param.device for param in params)
+    return {device: f"{device.type} #{number}" for number, device in enumerate(devices)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -402,13 +394,9 @@ class ParamRegistry:
             tuple(entries), (*self.policies, policy), (*self.listed, tuple(group["params"]))
         )
 
-    def with_policies(self, policies: Sequence[GroupPolicy]) -> ParamRegistry:
-        """A registry for groups with these policies; this one if its plan is right for them."""
-        changed = any(map(GroupPolicy.needs_other_cuts_than, policies, self.policies))
-        return replace(self, policies=tuple(policies)) if changed else self
-
-    def require_same_classes(self, policies: Sequence[GroupPolicy]) -> None:
-        """Raise if a group was given another optimizer class by hand."""
+    def require_plan_fits(self, policies: Sequence[GroupPolicy], world_size: int) -> None:
+        """Raise if a group was given another optimizer class by hand, or options that decide where
+        tensors may be cut."""
         for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
             if before.optimizer_class is not after.optimizer_class:
                 raise GroupsChanged(
@@ -416,11 +404,7 @@ class ParamRegistry:
                     f"{after.optimizer_class.__name__}: changing optimizer_class by hand has no "
                     "effect here. Build another optimizer"
                 )
-
-    def require_plan_fits(self, policies: Sequence[GroupPolicy]) -> None:
-        """Raise if options were changed that decide where tensors may be cut."""
-        for number, (before, after) in enumerate(zip(self.policies, policies, strict=True)):
-            if after.needs_other_cuts_than(before):
+            if world_size > 1 and after.needs_other_cuts_than(before):
                 what = "fused is on" if after.kind is before.kind else f"it is {after.kind.value}"
                 raise RuntimeError(
                     f"the options of group {number} have changed: now {what}, and its tensors were "

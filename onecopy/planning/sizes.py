@@ -109,13 +109,14 @@ class Counts:
 
 def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None) -> Counts:
     """Count what every rank owns, under the label of its parameter."""
-    # In each list, how many a rank has more than the rank before it: then adding to a run of ranks
-    # takes constant time.
+    # Elements and shards; in each list, how many a rank has more than the rank before it: then
+    # adding to a run of ranks takes constant time.
     found: dict[Label, tuple[list[int], list[int]]] = {}
 
-    def add(steps: list[int], first: int, last: int, count: int) -> None:
-        steps[first] += count
-        steps[last + 1] -= count
+    def add(label: Label, first: int, last: int, *counts: int) -> None:
+        for steps, count in zip(found[label], counts, strict=False):
+            steps[first] += count
+            steps[last + 1] -= count
 
     for number, bucket in enumerate(plan.buckets):
         stream, each = plan.streams[bucket.stream], owned_elements(plan, number)[None]
@@ -123,25 +124,19 @@ def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None
             label, start = label_of(segment.param), segment.offset
             if label not in found:
                 found[label] = [0] * (plan.world_size + 1), [0] * (plan.world_size + 1)
-            elements, shards = found[label]
             first, last = plan.owners(number, segment)
             if first == last:
-                add(elements, first, first, segment.numel)
-                add(shards, first, first, 1)
+                add(label, first, first, segment.numel, 1)
                 continue
-            add(elements, first, last, each)
-            add(shards, first, last, 1 if each else 0)
+            add(label, first, last, each, 1 if each else 0)
             for rank in bucket.extra:
                 if first <= rank <= last:
-                    add(elements, rank, rank, stream.unit)
-                    add(shards, rank, rank, 0 if each else 1)
+                    add(label, rank, rank, stream.unit, 0 if each else 1)
             # The first and the last own elements of other parameters, too.
-            add(elements, first, first, plan.slot(number, first)[0] - start)
-            add(elements, last, last, start + segment.numel - plan.slot(number, last)[1])
-    return Counts(
-        {label: list(accumulate(steps[:-1])) for label, (steps, _) in found.items()},
-        {label: list(accumulate(steps[:-1])) for label, (_, steps) in found.items()},
-    )
+            add(label, first, first, plan.slot(number, first)[0] - start)
+            add(label, last, last, start + segment.numel - plan.slot(number, last)[1])
+    totals = ({label: list(accumulate(of[i][:-1])) for label, of in found.items()} for i in (0, 1))
+    return Counts(*totals)
 
 
 def imbalance(loads: list[int]) -> float:
@@ -291,10 +286,9 @@ def sum_dtype(wire: torch.dtype, slot: torch.dtype) -> torch.dtype:
     """
     if slot.itemsize <= wire.itemsize:
         return wire
-    widest = 2 * wire.itemsize
-    if slot.itemsize <= widest:
+    if slot.itemsize <= 2 * wire.itemsize:
         return slot
-    return torch.float32 if widest == torch.float32.itemsize else wire
+    return torch.float32 if wire.itemsize == 2 else wire
 
 
 class StagingSizes:

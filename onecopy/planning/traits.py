@@ -159,6 +159,7 @@ _LARGE_SHAPE = (144, 150)
 
 
 _Toy = Sequence[torch.Tensor]  # a parameter at its start, and its gradients
+_Make = Callable[[list[torch.nn.Parameter]], Optimizer]  # of the probed class, with its options
 
 # By class and options: a hundred groups of an unknown class cost one probe, and one warning.
 _probed: weakref.WeakKeyDictionary[type[Optimizer], dict[str, Traits]] = weakref.WeakKeyDictionary()
@@ -176,30 +177,32 @@ def _probe(
         lr = options["lr"]
         options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, torch.Tensor) else 0.01
     options.pop("initial_lr", None)  # written by schedulers
+    known = _probed.setdefault(optimizer_class, {})
     try:
         signature = repr([sorted(floating), sorted((key, str(v)) for key, v in options.items())])
     except Exception:  # options whose text cannot be taken are not remembered
-        return _try_out(optimizer_class, options, floating.values())
-    known = _probed.setdefault(optimizer_class, {})
+        known, signature = {}, ""
     if signature not in known:
-        known[signature] = _try_out(optimizer_class, options, floating.values())
+        known[signature] = _try_out(
+            optimizer_class.__name__,
+            lambda params: optimizer_class(params, **copy.deepcopy(options)),
+            floating.values(),
+        )
     return known[signature]
 
 
-def _try_out(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtypes: Iterable[torch.dtype]
-) -> Traits:
+def _try_out(name: str, make: _Make, dtypes: Iterable[torch.dtype]) -> Traits:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = _probe_small(optimizer_class, options)
+            found = _probe_small(make)
             for dtype in dtypes:
                 if found.kind is Kind.ELEMENTWISE:
                     # Some classes treat large tensors, or narrow dtypes, unlike small float32 ones.
                     # At a multiple of 64 a cut does not change the bits of a vectorised loop.
                     toy = _toy(_LARGE_SHAPE, seed=3, steps=3, dtype=dtype)
                     large = f" of a large {dtype} tensor"
-                    found = _probe_cut(optimizer_class, options, toy, at=64 * 101, what=large)
+                    found = _probe_cut(make, toy, at=64 * 101, what=large)
             return found
         except _CallsClosureAgain:
             return Traits(
@@ -212,41 +215,33 @@ def _try_out(
                 "%s could not be tried out on toy tensors (%s: %s), so its tensors are kept whole. "
                 "If its update of a tensor depends on that tensor alone, this is right: say "
                 'partition="whole" to confirm it.',
-                optimizer_class.__name__,
-                type(error).__name__,
-                error,
+                *(name, type(error).__name__, error),
             )
             return Traits(Kind.WHOLE, "it could not be tried out on toy tensors")
 
 
-def _probe_small(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Traits:
+def _probe_small(make: _Make) -> Traits:
     first, second = _toy((4, 6), seed=1), _toy((5, 3), seed=2)
-    alone = _run(optimizer_class, options, [first])
+    alone = _run(make, [first])
     if not alone.values[0].isfinite().all() or torch.equal(alone.values[0], first[0]):
         raise ValueError("with these options its steps lead nowhere, so they show nothing")
-    together = _run(optimizer_class, options, [first, second])
-    second_alone = _run(optimizer_class, options, [second])
-    found = _probe_cut(optimizer_class, options, first, at=7)
+    together = _run(make, [first, second])
+    second_alone = _run(make, [second])
+    found = _probe_cut(make, first, at=7)
     are_equal = map(torch.equal, [*alone.values, *second_alone.values], together.values)
     if found is not _RANDOM and not all(are_equal):
         return Traits(Kind.GLOBAL, "its update of one parameter depends on the other parameters")
     return found
 
 
-def _probe_cut(
-    optimizer_class: type[Optimizer],
-    options: Mapping[str, Any],
-    toy: _Toy,
-    at: int,
-    what: str = "",
-) -> Traits:
+def _probe_cut(make: _Make, toy: _Toy, at: int, what: str = "") -> Traits:
     """The kind of the class, if a tensor that is cut there tells all."""
-    alone = _run(optimizer_class, options, [toy])
+    alone = _run(make, [toy])
     if alone.drew_random_numbers:
         return _RANDOM
     parts = zip(*(tensor.flatten().tensor_split([at]) for tensor in toy), strict=True)
     try:
-        cut = _run(optimizer_class, options, list(parts))
+        cut = _run(make, list(parts))
     except Exception:
         return Traits(Kind.WHOLE, "it does not accept one-dimensional shards")
     if not (alone.state_is_parameter_shaped and cut.state_is_parameter_shaped):
@@ -284,13 +279,11 @@ class _Run:
     drew_random_numbers: bool
 
 
-def _run(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], toys: Sequence[_Toy]
-) -> _Run:
+def _run(make: _Make, toys: Sequence[_Toy]) -> _Run:
     # Why not torch.manual_seed: it would reseed accelerators too, whose state is not restored.
     random = torch.default_generator.manual_seed(0).get_state()
     params = [torch.nn.Parameter(start.clone()) for start, *_ in toys]
-    optimizer = optimizer_class(params, **copy.deepcopy(dict(options)))
+    optimizer = make(params)
     if hasattr(optimizer, "train"):
         optimizer.train()
     step = step_without_hooks(optimizer)
@@ -354,20 +347,6 @@ class StateTemplate:
     optimizer_class: type[Optimizer]
     construct: Callable[[torch.Tensor], Optimizer]
     lr: Any
-
-    @classmethod
-    def of(
-        cls,
-        optimizer_class: type[Optimizer],
-        group: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-    ) -> StateTemplate:
-        options = {**defaults, **options_of(group)}
-        return cls(
-            optimizer_class,
-            lambda stand_in: optimizer_class([stand_in], **options),
-            options.get("lr", 0.0),
-        )
 
     def for_shard(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """State by key for shards of a cut parameter. A tensor in it is per element
@@ -455,11 +434,9 @@ def is_per_element(value: torch.Tensor) -> bool:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in tensors_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in tensors_in(item)]
-    return []
+    items = value.values() if isinstance(value, dict) else value
+    nests = isinstance(value, (dict, list, tuple))
+    return [leaf for item in items for leaf in tensors_in(item)] if nests else []
 
 
 def _real_numel(tensor: torch.Tensor, originals: Mapping[int, int]) -> int:

@@ -17,6 +17,7 @@ import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.comm.agreement import difference
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import flat_range, is_dense, one_of_each
-from onecopy.planning.param_groups import Entry, GroupPolicy, GroupsChanged, ParamRegistry
+from onecopy.planning.param_groups import Entry, GroupPolicy, Groups, GroupsChanged, ParamRegistry
 from onecopy.planning.plan import Plan
 from onecopy.sharding.engine import AllGathers, FlatStorage, SendBuffers
 from onecopy.sharding.inner import InnerOptimizers
@@ -97,7 +98,6 @@ _SAME_ORDER = (
     "These are different parameters, in one position. Pass the parameters in the same order on all "
     "ranks; named_parameters() instead of parameters() lets the ranks compare names."
 )
-Groups = Sequence[Mapping[str, Any]]  # the user's param_groups
 # What reduces gradients in attached mode follows every change of the plan or of the memory, and
 # returns the memory from which it sends.
 Follow = Callable[[Plan, Sequence[torch.Tensor]], SendBuffers]
@@ -161,9 +161,10 @@ class ShardedParams:
         """
         before = self.plan
         late = [i for i in self.registry.unplanned(before) if self.registry.params[i] in with_state]
-        fitting = self.registry.with_policies(policies) if before.world_size > 1 else self.registry
-        if fitting is not self.registry:
-            self.registry, self.plan = fitting, Plan(before.world_size, before.bucket_bytes)
+        changed = map(GroupPolicy.needs_other_cuts_than, policies, self.registry.policies)
+        if before.world_size > 1 and any(changed):
+            self.registry = replace(self.registry, policies=tuple(policies))
+            self.plan = Plan(before.world_size, before.bucket_bytes)
             self.inner.remove_shards()
             self.extend(groups, [*sorted(before.params), *late])
         elif late:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from inspect import getfullargspec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,11 +41,6 @@ _BANDWIDTHS = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gb": 1e9, "mb": 1e6, "tb": 1e1
 _LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOST_RANKS = 1_000_000
 _SHOWN_ROWS = 16  # of a table, unless all are asked for
-# By the same names.
-_ARGUMENTS_OF_ESTIMATE = (
-    *("attached", "under_ddp", "lazy_gather", "reduce_dtype", "dtype", "partition", "bucket_mb"),
-    *("master_dtype", "parameters_as_bucket_view", "backend", "no_sync"),
-)
 
 _DESCRIPTION = """\
 Sharded optimizer state for PyTorch: what it takes, and who owns what, before the run; when it
@@ -138,9 +135,14 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, summary: str, details: str, run: Any) -> Callable[..., Any]:
         found = commands.add_parser(name, help=summary, description=details, formatter_class=layout)
         found.set_defaults(run=run)
+        add = found.add_argument
         if name != "report":
             _add_training(found)
-        return found.add_argument
+        if name != "estimate":
+            add("--all", action="store_true", help="all rows, not only the first of each table")
+            page = "write one self-contained page, and its path"
+            add("--html", type=Path, metavar="FILE", help=page)
+        return add
 
     add = command("estimate", "memory and traffic before the run", _ESTIMATE_DETAILS, run_estimate)
     worlds = [1, 2, 4, 8]
@@ -153,14 +155,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("plan", "who owns what", _PLAN_DETAILS, run_plan)
     add("--world", type=_ranks, required=True, metavar="N", help="number of ranks")
-    add("--all", action="store_true", help="all rows, not only the first of each table")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
 
     add = command("report", "what a run has recorded", _REPORT_DETAILS, run_report)
     add("directory", type=Path, metavar="DIR", help="what ONECOPY_TRACE named: rank-0.json, ...")
-    add("--all", action="store_true", help="all rows, not only the first of each table")
-    add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
     return parser
 
 
@@ -234,14 +232,11 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _quantity(text: str, units: dict[str, float], example: str) -> float:
     found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([a-z]+?)(?:/s)?", text.strip().lower())
-    unit = units.get(found[2]) if found else None
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if unit is None or not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a quantity such as {example}, got {text!r}")
-    return number * unit
+    number, unit = found.groups() if found else ("", "")
+    with contextlib.suppress(ValueError, KeyError):
+        if 0 < (quantity := float(number) * units[unit]) < math.inf:
+            return quantity
+    raise argparse.ArgumentTypeError(f"expected a quantity such as {example}, got {text!r}")
 
 
 # ------------------------------------------------------------------ commands
@@ -256,7 +251,7 @@ def _estimates(arguments: argparse.Namespace, world_sizes: Sequence[int]) -> lis
     if arguments.master_dtype not in (None, torch.float32, torch.float64):
         raise BadArgument("--master must be fp32 or fp64")
     model, optimizer_class = load_optimizer(arguments.optimizer, load_model(arguments.model))
-    how = {name: getattr(arguments, name) for name in _ARGUMENTS_OF_ESTIMATE}
+    how = {name: getattr(arguments, name) for name in getfullargspec(estimate).kwonlyargs}
     options = dict(arguments.option)
     return [estimate(model, optimizer_class, size, **how, **options) for size in world_sizes]
 

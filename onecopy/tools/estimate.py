@@ -38,7 +38,7 @@ from onecopy.planning.sizes import (
     slot_elements,
 )
 from onecopy.planning.text import in_bytes, plural
-from onecopy.planning.traits import Kind, StateBytes, StateTemplate
+from onecopy.planning.traits import Kind, StateBytes, StateTemplate, options_of
 from onecopy.tools.baselines import (
     Baseline,
     CommModel,
@@ -76,8 +76,10 @@ class ModelSpec:
             for param, name in zip(group["params"], group["param_names"], strict=True):
                 names.setdefault(param, name)
             policy = policies.of(group, defaults)
-            of_class = defaults if policy.optimizer_class is optimizer_class else {}
-            self.templates.append(StateTemplate.of(policy.optimizer_class, group, of_class))
+            cls, given = policy.optimizer_class, options_of(group)
+            options = {**defaults, **given} if cls is optimizer_class else given
+            construct = functools.partial(_construct, cls, options)
+            self.templates.append(StateTemplate(cls, construct, options.get("lr", 0.0)))
             self.registry = self.registry.with_group(group, policy)
         self.params: Sequence[torch.Tensor] = self.registry.params  # by index in the plan
         self.names = [names[param] for param in self.params]
@@ -86,11 +88,6 @@ class ModelSpec:
         self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
         self._bytes_of_shards = [functools.cache(t.bytes_of_shards) for t in self.templates]
         self._bytes_of_tensor = [functools.cache(t.bytes_of_tensor) for t in self.templates]
-
-    def plan(self, world_size: int, bucket_mb: float | None) -> Plan:
-        """The plan that the optimizer makes on so many ranks."""
-        nothing = empty_plan([{"params": self.params}], world_size, bucket_mb)
-        return self.registry.extend(nothing, self.registry.to_plan(nothing))
 
     def state_bytes(self, param: int, has_master: bool = True) -> StateBytes:
         """Of a parameter that may be cut."""
@@ -104,6 +101,10 @@ class ModelSpec:
             return self.state_bytes(param, has_master).of(tensor.numel(), 1)
         dtype = update_dtype(tensor.dtype, self.master_dtype if has_master else None)
         return self._bytes_of_tensor[group](tensor.shape, dtype)
+
+
+def _construct(cls: type[Optimizer], options: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
+    return cls([param], **options)
 
 
 def _groups_of(model: Any, optimizer_class: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
@@ -232,14 +233,31 @@ class Estimate:
         self.imbalance = imbalance(self.loads)  # elements on the fullest rank / an even share
         self.torchs_loads = torch_loads(spec.registry.entries, self.world_size)
         self.torchs_imbalance = imbalance(self.torchs_loads)  # of the partition of torch's class
+        # By stream: the dtypes in which gradients are summed and held, and in which they travel.
+        held_in, wire = [], []
+        for stream in plan.streams:
+            first = spec.params[stream.params[0]]
+            held_in.append(gradient_dtype(first, spec.master_dtype))
+            given = setting.reduce_dtype if first.is_floating_point() else None
+            wire.append(given or grad_dtype(first))
         native = setting.backend != "gloo" or forces_c10d(os.environ)
-        self._staging = self._staging_sizes(native)
+        messages = not native and spec.on_cpu
+        links = Links(native, messages, self.world_size if messages else 1)
+        is_eager = setting.attached and not setting.lazy_gather
+        self._staging = StagingSizes(plan, links).add_all_gathers(
+            setting.lazy_gather,
+            setting.parameters_as_bucket_view,
+            lambda param: is_dense(spec.params[param]),
+            # All-gathers of a stream share the memory from which its gradients were sent.
+            lambda stream: is_eager and _name_of(wire[stream]) == plan.streams[stream].dtype,
+        )
         self._held = [self._gradient_bytes] * self.world_size
         gradients = evenly("all-reduce", self._gradient_bytes, self.world_size, rounds=2)
         if setting.attached:
-            slots = list(enumerate(slot_elements(plan)))
-            self._held = self._by_rank((self._held_dtype(i).itemsize, of) for i, of in slots)
-            sent = self._by_rank((self._wire_dtype(i).itemsize, of) for i, of in slots)
+            self._staging.add_reduce_scatters(wire.__getitem__, held_in.__getitem__)
+            slots = slot_elements(plan)
+            self._held = self._by_rank(zip((d.itemsize for d in held_in), slots, strict=True))
+            sent = self._by_rank(zip((d.itemsize for d in wire), slots, strict=True))
             gradients = from_owners("reduce-scatter", sent, len(plan.buckets), direct=True)
         if setting.no_sync:  # all gradients are held besides, in the dtype of the master copies
             sizes = ((p.numel(), gradient_dtype(p, spec.master_dtype)) for p in self._trained)
@@ -329,24 +347,28 @@ class Estimate:
 
     def rank_table(self) -> Table:
         rows = [
-            [
-                rank_range(row.ranks),
-                f"{row.elements:,}",
-                f"{row.shards:,}",
-                in_bytes(row.total_bytes),
-            ]
-            for row in self.rank_rows()
+            [rank_range(ranks), f"{elements:,}", f"{shards:,}", in_bytes(total)]
+            for ranks, elements, shards, total in self.rank_rows()
         ]
         return ["rank", "elements", "shards", "holds in all"], rows
 
     def param_rows(self) -> list[ParamRow]:
         """The planned parameters, in the order of the model."""
-        owners = _owners_of(self.plan)
+        owners: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # in each bucket
+        for number in range(len(self.plan.buckets)):
+            for segment in self.plan.segments(number):
+                owners[segment.param].append(self.plan.owners(number, segment))
         rows = []
         for index, param in zip(sorted(self.plan.params), self._trained, strict=True):
+            merged: list[tuple[int, int]] = []
+            for first, last in sorted(owners[index]):
+                if merged and first <= merged[-1][1] + 1:
+                    merged[-1] = merged[-1][0], max(last, merged[-1][1])
+                else:
+                    merged.append((first, last))
             form = tuple(param.shape), _name_of(param.dtype), self._kinds[index].value
-            sizes = param.numel(), param.nbytes
-            rows.append(ParamRow(index, self.spec.names[index], *form, *sizes, *owners[index]))
+            sizes, place = (param.numel(), param.nbytes), (tuple(merged), len(owners[index]))
+            rows.append(ParamRow(index, self.spec.names[index], *form, *sizes, *place))
         return rows
 
     def param_table(self) -> Table:
@@ -436,33 +458,6 @@ class Estimate:
             totals = [total + size * n for total, n in zip(totals, counts, strict=True)]
         return totals
 
-    def _first_of(self, stream: int) -> torch.Tensor:
-        return self.spec.params[self.plan.streams[stream].params[0]]
-
-    def _held_dtype(self, stream: int) -> torch.dtype:
-        return gradient_dtype(self._first_of(stream), self.spec.master_dtype)
-
-    def _wire_dtype(self, stream: int) -> torch.dtype:
-        param = self._first_of(stream)
-        given = self.setting.reduce_dtype if param.is_floating_point() else None
-        return given or grad_dtype(param)
-
-    def _staging_sizes(self, native: bool) -> StagingSizes:
-        setting = self.setting
-        is_eager = setting.attached and not setting.lazy_gather
-        messages = not native and self.spec.on_cpu
-        links = Links(native, messages, self.world_size if messages else 1)
-        staging = StagingSizes(self.plan, links).add_all_gathers(
-            setting.lazy_gather,
-            setting.parameters_as_bucket_view,
-            lambda param: is_dense(self.spec.params[param]),
-            # All-gathers of a stream share the memory from which its gradients were sent.
-            lambda stream: is_eager and self._wire_dtype(stream) == self._first_of(stream).dtype,
-        )
-        if setting.attached:
-            staging.add_reduce_scatters(self._wire_dtype, self._held_dtype)
-        return staging
-
 
 def _name_of(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
@@ -470,24 +465,6 @@ def _name_of(dtype: torch.dtype | None) -> str:
 
 def rank_range(ends: tuple[int, int]) -> str:
     return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
-
-
-def _owners_of(plan: Plan) -> dict[int, tuple[Ranges, int]]:
-    """The ranks that own some of each parameter, and the number of buckets in which it lies."""
-    runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # one in each bucket
-    for number in range(len(plan.buckets)):
-        for segment in plan.segments(number):
-            runs[segment.param].append(plan.owners(number, segment))
-    found = {}
-    for param, ranges in runs.items():
-        merged: list[tuple[int, int]] = []
-        for first, last in sorted(ranges):
-            if merged and first <= merged[-1][1] + 1:
-                merged[-1] = merged[-1][0], max(last, merged[-1][1])
-            else:
-                merged.append((first, last))
-        found[param] = tuple(merged), len(ranges)
-    return found
 
 
 def estimate(
@@ -537,4 +514,6 @@ def estimate(
     )
     settings = Settings(partition, master_dtype=master_dtype)
     spec = ModelSpec(model_or_shapes, optimizer_class, dtype, settings, defaults)
-    return Estimate(spec, spec.plan(world_size, bucket_mb), setting)
+    nothing = empty_plan([{"params": spec.params}], world_size, bucket_mb)
+    plan = spec.registry.extend(nothing, spec.registry.to_plan(nothing))
+    return Estimate(spec, plan, setting)

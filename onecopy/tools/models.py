@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import re
 import sys
@@ -22,10 +21,6 @@ from torch.optim import Optimizer
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # by name, in order
-
-
-def numels(shapes: Shapes) -> list[int]:
-    return [math.prod(shape) for shape in shapes.values()]
 
 
 def _gpt2(layers: int, d: int) -> Shapes:

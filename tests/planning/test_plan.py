@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan import numels
 
 from onecopy.planning.plan import (
     Bucket,
@@ -28,7 +29,7 @@ from onecopy.planning.plan import (
     make_plan,
 )
 from onecopy.planning.traits import Kind, update_cost
-from onecopy.tools.models import PRESETS, numels
+from onecopy.tools.models import PRESETS
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 WIDE = ("float64", "float32")

@@ -502,6 +502,7 @@ def test_tensors_are_described_by_the_five_fields_of_old_releases(
 # What starts with an underscore and is neither torch's nor a name that the package defines.
 OTHERS = {
     "_Unpickler": "pickle",
+    "_codecs": "the module of codecs.encode, in pickles",
     "_replace": "named tuples",
     "_fields": "named tuples",
     "_onecopy_interrupts": "an attribute that the package sets on exceptions",

@@ -193,15 +193,10 @@ def _stats(found: Mapping[str, Any]) -> BucketStats:
     phase = phase_named(str(found["phase"]))
     if phase not in _ROLE:
         raise ValueError(phase)
-    return BucketStats(
-        phase,
-        _counted(found["bucket"]),
-        _counted(found["times"]),
-        _counted(found["messages"]),
-        _counted(found["bytes"]),
-        measured(found["exposed"]),
-        measured(found["hidden"]),
-    )
+    counts = [_counted(found[name]) for name in ("bucket", "times", "messages", "bytes")]
+    bucket, times, messages, sent = counts
+    exposed, hidden = measured(found["exposed"]), measured(found["hidden"])
+    return BucketStats(phase, bucket, times, messages, sent, exposed, hidden)
 
 
 def _counted(value: Any) -> int:
