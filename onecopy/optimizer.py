@@ -847,9 +847,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._require_usable()
         self._corruption.require_unchanged(self._rank_group, self._params.registry.names)
         self._bring_masters_up_to_date()
-        if isinstance(to, int) and to == self.rank:
-            self._full_state = "the last consolidation has failed"  # not two of them at once
-        found = consolidate(self._rank_group, self._params, self.param_groups, self._steps, to)
+
+        def let_go() -> None:
+            self._full_state = "the last consolidation has failed"
+
+        found = consolidate(
+            self._rank_group, self._params, self.param_groups, self._steps, to, let_go
+        )
         self._rank_group.monitor.note("state consolidated")
         if found is not None:
             self._full_state = found

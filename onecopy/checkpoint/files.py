@@ -89,7 +89,6 @@ class DataFileWriter:
         self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # begins at a page, as direct writes must
         self._filled = 0
         self._flushed = 0
-        self._is_direct = False
         self._handle = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._write_directly(True)
 
@@ -168,6 +167,7 @@ class DataFileWriter:
 
     def _write_directly(self, is_direct: bool) -> None:
         """Past the page cache or through it, where there is a choice."""
+        self._is_direct = False  # whatever happens: who falls back on the cache tries that once
         with contextlib.suppress(ImportError, AttributeError, OSError):
             import fcntl
 

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,9 +47,15 @@ FullState = dict[Any, Any]  # state by parameter, or by a key of the class's own
 
 
 def consolidate(
-    rank_group: RankGroup, sharded_params: ShardedParams, groups: Groups, steps: int, to: int
+    rank_group: RankGroup,
+    sharded_params: ShardedParams,
+    groups: Groups,
+    steps: int,
+    to: int,
+    let_go: Callable[[], None],
 ) -> FullState | None:
-    """The whole job's state on rank ``to``, on the CPU. Collective."""
+    """The whole job's state on rank ``to``, on the CPU. Collective. ``let_go`` drops the last one
+    there, as soon as no rank refuses: there are never two."""
     rank_group.monitor.enter(f"consolidating the state to rank {to}")
     manifest, flats = b"", list[torch.Tensor]()
 
@@ -67,6 +73,7 @@ def consolidate(
         send_tensors(rank_group, [tensor_from_bytes(manifest)], to)
         send_tensors(rank_group, flats, to)
         return None
+    let_go()
     states: dict[int, dict[Any, Any]] = {}
     incoming: dict[int, list[torch.Tensor]] = {}
     for rank, length in enumerate(lengths):

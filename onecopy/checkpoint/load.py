@@ -475,6 +475,7 @@ def load_checkpoint(
     def read_mine() -> LoadReport:
         with DataFileReader(directory) as reader:
             expected = {*names, *(name for others in _spellings(names) for name in others)}
+            expected.update(_positions(names))
             saved = find_saved_state(parse_metadata(metadata), reader, key, expected)
             before, live = sharded_params.plan, set(sharded_params.inner.state)
             registry, saved_names = sharded_params.registry, _names(names, saved)
@@ -620,9 +621,13 @@ def _names(names: Sequence[str], saved: SavedState) -> list[str]:
     when it gave them to one side only differ by a prefix."""
     listed = {name for group in saved.groups for name in group["params"]}
     if all(name.startswith(BY_INDEX) for name in listed):
-        return [f"{BY_INDEX}{index}" for index in range(len(names))]
+        return _positions(names)
     others = _spellings(names) if listed.isdisjoint(names) else ()
     return next((other for other in others if listed.issuperset(other)), list(names))
+
+
+def _positions(names: Sequence[str]) -> list[str]:
+    return [f"{BY_INDEX}{index}" for index in range(len(names))]
 
 
 def _spellings(names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copyreg
+import errno
 import functools
 import gc
 import io
@@ -26,6 +27,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,6 +195,22 @@ def test_torch_converts_what_we_write_to_a_plain_file(tmp_path: Path) -> None:
     plain = torch.load(tmp_path / "plain.pt", weights_only=True)
     for key, expected in {**samples(), **VALUES}.items():
         assert_equal(plain["optim"][key], expected, key)
+
+
+def test_a_write_that_fails_past_the_cache_and_through_it_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    refused = OSError(errno.EINVAL, "refused")
+    writer = DataFileWriter(tmp_path, "data")
+    writer.append(torch.ones(3))
+    writer._is_direct = True  # on any file system
+    # What was switched on cannot be switched off.
+    monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=refused))
+    again = AssertionError("it tries for ever")
+    monkeypatch.setattr(os, "write", mock.Mock(side_effect=[refused, refused, again]))
+    with pytest.raises(OSError, match="refused"), writer:
+        pass
 
 
 def test_a_data_file_is_never_written_over(tmp_path: Path) -> None:

@@ -695,6 +695,44 @@ def test_a_module_may_be_called_param_groups(world: World, tmp_path: Path) -> No
     opt.load(tmp_path)
 
 
+class Dotted(torch.optim.Optimizer):
+    """Elementwise, with a dot in a key of its state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("sum.of", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(group["lr"] * state["sum.of"])
+
+
+@distributed(1, 2)
+def test_a_flattened_file_of_positions_is_read_by_names_whatever_its_keys(
+    world: World, tmp_path: Path
+) -> None:
+    optimizers = []
+    for names in (None, ("a", "b")):
+        params = [torch.ones(7), torch.ones(5)]
+        given = params if names is None else list(zip(names, params, strict=True))
+        optimizers.append(ZeroRedundancyOptimizer(given, Dotted, lr=0.1))
+        for number, param in enumerate(params):
+            param.grad = torch.arange(float(len(param))) + number + len(optimizers)
+        optimizers[-1].step()
+    saver, loader = optimizers
+    saver.save(tmp_path / "there", flatten_optimizer_state_dict=True)
+    loader.load(tmp_path / "there")
+    for optimizer in optimizers:
+        optimizer.consolidate_state_dict()
+    if world.rank == 0:
+        saved, found = (optimizer.state_dict()["state"] for optimizer in optimizers)
+        assert all(torch.equal(saved[i]["sum.of"], found[i]["sum.of"]) for i in range(2))
+
+
 @distributed(1, 2)
 def test_named_and_by_position_over_each_other(world: World, tmp_path: Path) -> None:
     model = nn.Linear(5, 3)

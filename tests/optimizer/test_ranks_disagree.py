@@ -358,6 +358,8 @@ def test_consolidating_different_things_is_refused_everywhere(world: World) -> N
     with pytest.raises(RanksDisagree) as caught:
         opt.consolidate_state_dict(to=world.rank % 2)
     assert "to rank 0" in require_same_text(caught.value)
+    with pytest.raises(RuntimeError, match="has stepped since the last"):
+        opt.state_dict()
     if world.rank == 1:
         count_steps(opt, 1)  # as if it had stepped once more; a real step would wait for the others
     with pytest.raises(RanksDisagree) as caught:
@@ -367,6 +369,11 @@ def test_consolidating_different_things_is_refused_everywhere(world: World) -> N
     if world.rank == 1:
         count_steps(opt, -1)
     opt.consolidate_state_dict()
+    before = opt.state_dict() if world.rank == 0 else None
+    with pytest.raises(RanksDisagree):
+        opt.consolidate_state_dict(to=world.rank % 2)
+    if world.rank == 0:  # what was consolidated is still there
+        assert opt.state_dict() == before
     step(opt, params)
     assert params[0].tolist() == [0.0] * 10
 
