@@ -506,7 +506,6 @@ OTHERS = {
     "_replace": "named tuples",
     "_fields": "named tuples",
     "_onecopy_interrupts": "an attribute that the package sets on exceptions",
-    "_codecs": "a module of Python that pickled bytes name",
 }
 
 
