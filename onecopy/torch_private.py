@@ -364,12 +364,9 @@ ASKED_BY_GRAD_SCALER = "_step_supports_amp_scaling"
 class GradScalerBase(torch.amp.GradScaler):
     """torch's scaler, for subclasses that unscale the gradients of some optimizers themselves."""
 
-    def unscaled(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, allow_fp16: bool
-    ) -> torch.Tensor | None:
-        """Unscale the gradients of this optimizer. 1.0 if one is not finite, else 0.0; None to
-        leave it to torch."""
-        raise NotImplementedError
+    # Unscales the gradients of an optimizer, given the inverse scale and whether they may be of
+    # float16. 1.0 if one is not finite, else 0.0; None to leave it to torch.
+    unscaled: Callable[[Optimizer, torch.Tensor, bool], torch.Tensor | None]
 
     def _unscale_grads_(
         self,
@@ -380,10 +377,7 @@ class GradScalerBase(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         result = self.unscaled(optimizer, inv_scale, allow_fp16)
         if result is None:
-            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
-                optimizer, inv_scale, found_inf, allow_fp16
-            )
-            return found
+            return dict(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
         return {found_inf.device: torch.maximum(found_inf, result.to(found_inf))}
 
 

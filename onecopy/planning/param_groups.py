@@ -340,10 +340,9 @@ class PartitionPolicy:
         for policy, ours, theirs in zip(present, groups, options, strict=True):
             # The options that the class takes. It may keep others in its groups for itself.
             accepted = inspect.signature(policy.optimizer_class).parameters
-            merged = options_of({**ours, **theirs}).items()
-            taken = {key: value for key, value in merged if key in accepted}
-            fixed = {key: ours[key] for key in NOT_OPTIONS if key in ours}
-            found.append(self.of({**fixed, **taken}, self.given))
+            merged = {**ours, **options_of(theirs)}.items()
+            group = {k: value for k, value in merged if k in accepted or k in NOT_OPTIONS}
+            found.append(self.of(group, self.given))
         return found
 
 

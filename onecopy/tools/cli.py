@@ -135,14 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, summary: str, details: str, run: Any) -> Callable[..., Any]:
         found = commands.add_parser(name, help=summary, description=details, formatter_class=layout)
         found.set_defaults(run=run)
-        add = found.add_argument
         if name != "report":
             _add_training(found)
-        if name != "estimate":
-            add("--all", action="store_true", help="all rows, not only the first of each table")
-            page = "write one self-contained page, and its path"
-            add("--html", type=Path, metavar="FILE", help=page)
-        return add
+        return found.add_argument
 
     add = command("estimate", "memory and traffic before the run", _ESTIMATE_DETAILS, run_estimate)
     worlds = [1, 2, 4, 8]
@@ -159,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("report", "what a run has recorded", _REPORT_DETAILS, run_report)
     add("directory", type=Path, metavar="DIR", help="what ONECOPY_TRACE named: rank-0.json, ...")
+    for name in ("plan", "report"):
+        add = commands.choices[name].add_argument
+        add("--all", action="store_true", help="all rows, not only the first of each table")
+        add("--html", type=Path, metavar="FILE", help="write one self-contained page, and its path")
     return parser
 
 
@@ -291,9 +290,6 @@ def run_estimate(arguments: argparse.Namespace) -> str:
         compared("total beside others", lambda each: in_bytes(each.memory.total)),
         compared(sent, lambda each: in_bytes(each.wire.numbytes)),
     ]
-    if rate:
-        title = f"its time at {in_bytes(rate)}/s and {in_seconds(delay)}"
-        blocks.append(compared(title, lambda each: in_seconds(each.wire.seconds(rate, delay))))
     balance = [("onecopy", [f"{each.imbalance:.3f}" for each in columns])]
     remarks = ["Activations are not counted.", *first.remarks()]
     if len(first.spec.classes) == 1:
@@ -301,6 +297,8 @@ def run_estimate(arguments: argparse.Namespace) -> str:
     else:
         remarks.append("torch's class can run one optimizer class only.")
     if rate:
+        title = f"its time at {in_bytes(rate)}/s and {in_seconds(delay)}"
+        blocks.append(compared(title, lambda each: in_seconds(each.wire.seconds(rate, delay))))
         remarks.append(
             "Times are those of the alpha-beta model: log2(ranks) latencies for each collective "
             "and the bytes at full bandwidth, with nothing hidden behind computation."
