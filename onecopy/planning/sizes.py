@@ -92,28 +92,25 @@ def in_flight_limit(buckets: int, lazy: bool) -> int:
     return max(IN_FLIGHT, min(buckets, LAZY_IN_FLIGHT) if lazy else 0)
 
 
-Label = Hashable
-
-
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Elements and shards by label and rank; padding is not counted."""
 
-    elements: Mapping[Label, list[int]]
-    shards: Mapping[Label, list[int]]
+    elements: Mapping[Hashable, list[int]]
+    shards: Mapping[Hashable, list[int]]
 
     def loads(self, world_size: int) -> list[int]:
         """Elements of every rank, under all labels."""
         return [sum(of[rank] for of in self.elements.values()) for rank in range(world_size)]
 
 
-def count_elements(plan: Plan, label_of: Callable[[int], Label] = lambda _: None) -> Counts:
+def count_elements(plan: Plan, label_of: Callable[[int], Hashable] = lambda _: None) -> Counts:
     """Count what every rank owns, under the label of its parameter."""
     # Elements and shards; in each list, how many a rank has more than the rank before it: then
     # adding to a run of ranks takes constant time.
-    found: dict[Label, tuple[list[int], list[int]]] = {}
+    found: dict[Hashable, tuple[list[int], list[int]]] = {}
 
-    def add(label: Label, first: int, last: int, *counts: int) -> None:
+    def add(label: Hashable, first: int, last: int, *counts: int) -> None:
         for steps, count in zip(found[label], counts, strict=False):
             steps[first] += count
             steps[last + 1] -= count
