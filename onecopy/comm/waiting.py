@@ -41,6 +41,10 @@ class Task:
             self._work = None  # nobody holds on to the memory that was sent
             self._is_running.release()
 
+    def is_running(self) -> bool:
+        """Without taking the lock, which another thread that asks would take for a running task."""
+        return self._is_running.locked()
+
     def ends(self, seconds: float = -1) -> bool:
         """Wait until it has ended, or a signal handler raises; False after so many seconds. Can be
         repeated."""
@@ -196,7 +200,7 @@ def is_silent(store: Any) -> bool:
 
 
 def _questions_to(root: Any) -> list[_Question]:
-    _open[:] = [each for each in _open if not each.task.ends(0)]
+    _open[:] = [each for each in _open if each.task.is_running()]
     return [each for each in _open if each.store is root]
 
 

@@ -145,9 +145,11 @@ class GradientReducer:
         with self._lock:
             if numbers and grad is not None:
                 backward.held[index] = grad
+            completes = False
             for number in numbers:
-                backward.missing[number].discard(index)
-            completes = not all(backward.missing[number] for number in numbers)
+                missing = backward.missing[number]
+                missing.discard(index)
+                completes = completes or not missing
         if completes and not backward.keeps_back:
             self._launch_next(backward, self._prepared.params[index].device)
 

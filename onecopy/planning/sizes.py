@@ -227,11 +227,16 @@ def packed_elements(
         if b.extra:  # slots are padded to the longest
             return max(owned_elements(plan, bucket).values()) * plan.world_size
         return 0 if flat or (len(segments) == 1 and segments[0].numel == b.numel) else b.numel
-    # In messages: what is too small for one of its own. A rank in whose range no parameter begins
-    # owns a single shard, which needs no packing.
-    packed = 0
-    for rank in set() if flat else {plan.owners(bucket, s)[0] for s in segments}:
-        if shared_elements(plan, bucket, (rank,), links, stream.itemsize):
+    # In messages: what is too small for one of its own. A rank that owns a single shard, without
+    # gaps, needs no packing.
+    several, last = set(), -1
+    for segment in segments if not flat else ():
+        before, (first, last) = last, plan.owners(bucket, segment)
+        if first == before or not is_dense(segment.param):
+            several.add(first)
+    packed, owned = 0, owned_elements(plan, bucket) if several else {}
+    for rank in several:
+        if _shared(owned.get(rank, owned[None]), links, stream.itemsize):
             continue
         shards = [shard for shard in plan.shards_in(bucket, rank) if shard.numel]
         small = []

@@ -156,6 +156,7 @@ class MasterCopies:
 class Inner:
     """One optimizer class on this rank, and the numbers of the groups that it serves."""
 
+    cls: type[Optimizer]  # as it was asked for: its constructor may choose a subclass
     optimizer: Optimizer
     groups: list[int]
     # Whether it may step on a part of its parameters at a time: a class of torch, which keeps all
@@ -341,13 +342,13 @@ class InnerOptimizers:
         for cls in dict.fromkeys(classes):
             numbers = [i for i, of_group in enumerate(classes) if of_group is cls]
             optimizer = self.construct(cls, [self._inner_group(groups[i]) for i in numbers])
-            self.inners.append(Inner(optimizer, numbers))
+            self.inners.append(Inner(cls, optimizer, numbers))
 
     def add_group(self, number: int, group: Mapping[str, Any], cls: type[Optimizer]) -> None:
         inner = self._inner_of(cls)
         inner_group = self._inner_group(group)
         if inner is None:
-            self.inners.append(Inner(self.construct(cls, [inner_group]), [number]))
+            self.inners.append(Inner(cls, self.construct(cls, [inner_group]), [number]))
         else:
             inner.optimizer.add_param_group(inner_group)
             inner.groups.append(number)
@@ -363,7 +364,7 @@ class InnerOptimizers:
                 self._complete_state(inner.optimizer, inner_group, new)
 
     def _inner_of(self, cls: type[Optimizer]) -> Inner | None:
-        return next((inner for inner in self.inners if type(inner.optimizer) is cls), None)
+        return next((inner for inner in self.inners if inner.cls is cls), None)
 
     def construct(self, cls: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
         made = cls(groups, **(self._defaults if cls is self._default_class else {}))
@@ -503,6 +504,7 @@ class InnerOptimizers:
     def bound(self, buckets: Sequence[int], gradients: GradientsOf | None) -> Iterator[None]:
         """In the block the shards of these buckets have gradients; then the user's come back."""
         bound: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        has_masters = bool(self.masters.shards)
         try:
             for bucket in buckets:
                 if gradients is None:
@@ -511,7 +513,7 @@ class InnerOptimizers:
                 else:
                     found = list(zip(self.shards_in(bucket), gradients(bucket), strict=True))
                 for owned, grad in found:
-                    tensor, converts = owned.tensor, owned.has_master
+                    tensor, converts = owned.tensor, has_masters and owned.has_master
                     bound.append((tensor, tensor.grad))
                     tensor.grad = grad.to(tensor.dtype) if converts and grad is not None else grad
             yield
@@ -554,7 +556,7 @@ class InnerOptimizers:
             memo[id(owned.tensor)] = copied.tensor
         for inner in self.inners:
             optimizer = copy.deepcopy(inner.optimizer, memo)
-            new.inners.append(Inner(optimizer, list(inner.groups)))
+            new.inners.append(Inner(inner.cls, optimizer, list(inner.groups)))
         return new
 
 

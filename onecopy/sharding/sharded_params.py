@@ -414,16 +414,15 @@ class ModuleWatch:
         self._dead: list[Any] = []  # references to modules that have died
         modules = list(all_modules()) if ours else []
         params = [entry.param for entry in entries]
-        holders = find_holders(params, modules)
-        self.names = find_names(params, holders)
+        self.names = find_names(params, find_holders(params, modules))
         self._remember(
             _Place(weakref.ref(module, self._dead.append), table, name, ours[id(param)])
             for module, table in modules
             for name, param in table.items()
             if id(param) in ours
         )
-        ddps = (module for module, _ in holders if isinstance(module, DistributedDataParallel))
-        self._ddps = weakref.WeakSet(ddps)
+        ddps = (module for module, _ in modules if isinstance(module, DistributedDataParallel))
+        self._ddps = weakref.WeakSet(ddp for ddp in ddps if _holds_any(ddp, ours))
 
     def _remember(self, places: Iterable[_Place]) -> None:
         self._places = list(places)
@@ -504,6 +503,15 @@ def all_modules() -> Iterator[tuple[torch.nn.Module, ParameterTable]]:
                 continue
             if table is not None:
                 yield obj, table
+
+
+def _holds_any(module: torch.nn.Module, params: Container[int]) -> bool:
+    """Whether a module has one of these parameters, by ``id``, itself or in its children. A
+    TorchScript module has no table in Python, so this asks for names."""
+    try:
+        return any(id(param) in params for param in names_in(module))
+    except Exception:  # as in all_modules
+        return False
 
 
 class ModuleNames(NamedTuple):

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from onecopy.comm.monitor import ANSWER_WITHIN, REPORT_WITHIN
+from onecopy.comm.waiting import Task
 
 SCRIPT = Path(__file__).parents[1] / "support" / "interrupted.py"
 PATIENCE = 90.0  # seconds to start and to come to a place, on a busy machine
@@ -269,3 +270,24 @@ def test_an_exception_in_backward_ends_the_process_though_buckets_are_under_way(
         code, _, errors = ranks.end_of(0, PATIENCE + PROMPT)
         assert code == 1
         assert errors.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_task_that_has_ended_is_not_running_whoever_asks_at_the_same_time() -> None:
+    task = Task(lambda: None)
+    assert task.is_running()
+    task.run()
+    before, wrong = sys.getswitchinterval(), []
+
+    def ask() -> None:
+        wrong.extend(n for n in range(20_000) if task.is_running())
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong

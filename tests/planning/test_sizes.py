@@ -23,6 +23,7 @@ from onecopy.planning.sizes import (
     StagingSizes,
     count_elements,
     imbalance,
+    packed_elements,
     slot_elements,
 )
 from onecopy.planning.traits import Kind
@@ -241,6 +242,21 @@ def test_one_small_tensor_beside_a_large_one_is_not_packed() -> None:
     all_gathers.prepare(plan, params, None, False)
     sizes = StagingSizes(plan, links_for(2, "parts")).add_all_gathers(False)
     assert all_gathers.staged_bytes == sizes.on(0) == 0
+
+
+@pytest.mark.parametrize("topology", ["together", "apart"])
+def test_staging_of_many_whole_tensors_takes_one_look_at_all_owners(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [ParamSpec(i, 64, "float32", 4, kind=Kind.WHOLE) for i in range(300)]
+    plan = make_plan(specs, 64)
+    local, apart = (64, 0) if topology == "together" else (1, 63)
+    looks: list[int] = []
+    found = Plan.owned_ranges
+    monkeypatch.setattr(Plan, "owned_ranges", lambda p, n: looks.append(n) or found(p, n))
+    packed = packed_elements(plan, 0, Links(False, True, local, (), apart), False, lambda _: True)
+    assert packed == (0 if topology == "together" else 300 * 64)
+    assert looks == [0]
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -7,6 +7,7 @@ import gc
 import pickle
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -658,6 +659,50 @@ def test_a_class_that_gives_parameters_other_memory(world: World, master_dtype: 
     optimizer.assert_replicas_equal()
     for param, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(param.float(), (old.float() - 1.0), rtol=0.01, atol=0.01)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result
+
+
+@distributed(1)
+def test_ddp_around_a_torchscript_module_is_watched_too(world: World) -> None:
+    x = torch.ones(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TorchScript is deprecated
+        ddp = nn.parallel.DistributedDataParallel(torch.jit.trace(HalfUsed(), x))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1)
+    ddp(x).sum().backward()
+    with pytest.raises(RuntimeError, match="under DDP has not come to its end"):
+        optimizer.step()
+
+
+class ChoosesASubclass(SGD):
+    def __new__(cls, *_: Any, **__: Any) -> ChoosesASubclass:
+        return object.__new__(Chosen)
+
+
+class Chosen(ChoosesASubclass):
+    pass
+
+
+@distributed(1, 2)
+def test_a_class_whose_constructor_chooses_a_subclass(world: World) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = ZeroRedundancyOptimizer(
+        first.parameters(), ChoosesASubclass, partition="elementwise", lr=0.1
+    )
+    assert optimizer.defaults["momentum"] == 0
+    optimizer.add_param_group({"params": second.parameters()})
+    assert len(optimizer.optim.param_groups) == 2
+    (only,) = optimizer._inner.inners
+    assert type(only.optimizer) is Chosen
 
 
 class Lost(RuntimeError):

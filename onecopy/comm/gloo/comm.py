@@ -355,8 +355,12 @@ def add_up(contributions: Sequence[torch.Tensor], total: torch.Tensor) -> None:
     """
     dtype = torch.promote_types(total.dtype, torch.float32)
     for start in range(0, total.numel(), CACHED_ELEMENTS):
-        first, *others = (each[start : start + CACHED_ELEMENTS] for each in contributions)
-        wide = first.to(dtype, copy=True)
+        first, second, *others = (each[start : start + CACHED_ELEMENTS] for each in contributions)
+        target = total[start : start + CACHED_ELEMENTS]
+        if not others and target.dtype == dtype:
+            torch.add(first.to(dtype), second, out=target)
+            continue
+        wide = first.to(dtype) + second
         for other in others:
             wide.add_(other)
-        total[start : start + CACHED_ELEMENTS] = wide
+        target.copy_(wide)
