@@ -600,6 +600,28 @@ def test_an_exception_in_backward_is_not_the_end(world: World, clears: bool) -> 
 
 @distributed(1, 2, 3)
 @EVERY_FEED
+@pytest.mark.parametrize("where", ["everywhere", "on one rank"])
+def test_a_gradient_that_a_hook_takes_away_is_none(world: World, hooks: str, where: str) -> None:
+    twins = AttachedTwins(
+        world, Mlp(), AdamW, hooks, ddp={"find_unused_parameters": True}, lr=0.1, weight_decay=0.5
+    )
+    twins.optimizer.detach()
+
+    def take_away(param: torch.Tensor) -> None:
+        if where == "everywhere" or world.rank == 0:
+            param.grad = None
+
+    for model in (twins.plain_model, twins.model):
+        model.first.weight.register_post_accumulate_grad_hook(take_away)
+    twins.optimizer.attach(twins.ddp)
+    before = twins.model.first.weight.detach().clone()
+    twins.train(2)
+    is_none = where == "everywhere" or world.size == 1
+    assert torch.equal(twins.model.first.weight, before) is is_none
+
+
+@distributed(1, 2, 3)
+@EVERY_FEED
 @pytest.mark.parametrize("pending", [False, True], ids=["before backward", "after backward"])
 def test_a_group_is_added_and_trained(world: World, hooks: str, pending: bool) -> None:
     torch.manual_seed(0)
