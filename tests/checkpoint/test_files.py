@@ -36,6 +36,7 @@ import torch.distributed.checkpoint as dcp
 from harness import World, distributed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside import write_past_the_cache
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -204,7 +205,7 @@ def test_a_write_that_fails_past_the_cache_and_through_it_is_an_error(
     refused = OSError(errno.EINVAL, "refused")
     writer = DataFileWriter(tmp_path, "data")
     writer.append(torch.ones(3))
-    writer._is_direct = True  # on any file system
+    write_past_the_cache(writer)
     # What was switched on cannot be switched off.
     monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=refused))
     again = AssertionError("it tries for ever")

@@ -22,6 +22,7 @@ import torch
 
 from onecopy import ZeroRedundancyOptimizer, optimizer, torch_private
 from onecopy.checkpoint import load, save
+from onecopy.checkpoint.files import DataFileWriter
 from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.comm import agreement, c10d, group, interface, monitor, transfer
 from onecopy.comm.gloo import comm as gloo
@@ -355,6 +356,11 @@ def unpack(ranges: Sequence[Any], flats: Sequence[torch.Tensor], buffer: torch.T
 def _message_of(ranges: Sequence[Any], flats: Sequence[torch.Tensor]) -> Any:
     views = [flats[r.position].view(torch.uint8)[r.start : r.stop] for r in ranges]
     return transfer._Message(views, sum(r.nbytes for r in ranges))
+
+
+def write_past_the_cache(writer: DataFileWriter) -> None:
+    """On any file system."""
+    writer._is_direct = True
 
 
 def was_read(memory: SharedMemory) -> bool:
