@@ -144,7 +144,7 @@ class GradientReducer:
         numbers = self._prepared.buckets_of.get(index, ())
         with self._lock:
             if numbers and grad is not None:
-                backward.held[index] = grad
+                backward.held.setdefault(index, grad)  # not what comes a second time
             completes = False
             for number in numbers:
                 missing = backward.missing[number]

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import World, distributed, pretend_hosts
-from inside import ALLOCATE_STAGING, plan_of, traffic_of
+from inside import ALLOCATE_STAGING, local_of, plan_of, traffic_of
 from manners import BUCKET_VIEW, give_gradients, sharded
 from models import (
     SMALL_BUCKETS,
@@ -701,7 +701,7 @@ def test_a_class_whose_constructor_chooses_a_subclass(world: World) -> None:
     assert optimizer.defaults["momentum"] == 0
     optimizer.add_param_group({"params": second.parameters()})
     assert len(optimizer.optim.param_groups) == 2
-    (only,) = optimizer._inner.inners
+    (only,) = local_of(optimizer).inners
     assert type(only.optimizer) is Chosen
 
 
