@@ -313,9 +313,11 @@ class AllGathers:
             )
             owners = self._group.rank, *comm.links.relayed
             shared = shared_elements(plan, number, owners, comm.links, like.element_size())
-            # What is in flight when a step is over would still be read in the next backward.
+            # Also on a rank that shares nothing of this bucket. Why: the owner waits until all ranks
+            # have read the gradients in this memory, and they do so when they come to use it. Not if
+            # lazy: what is in flight when a step is over would be read in the next backward.
             reused = None
-            if send_buffers is not None and shared and not lazy:
+            if send_buffers is not None and comm.links.messages and not lazy:
                 reused = send_buffers(number, like.dtype)
             turn, numel = number % max(SHARED_BUFFERS, limit), 0 if reused else shared
             requests += [
@@ -330,7 +332,7 @@ class AllGathers:
         for number, (comm, each, packed, shared, reused) in enumerate(found):
             own = buffers[2 * number : 2 * number + 2]
             staging = GatherBuffers(
-                own[0] if packed else None, (reused or own[1]) if shared else None
+                own[0] if packed else None, reused or (own[1] if shared else None)
             )
             prepared.append(QueuedBucket(number, ParamPhase.REPLICATED))
             prepared[-1].op = comm.all_gather(each, staging)

@@ -122,6 +122,27 @@ def test_gathers_lend_the_memory_that_gradients_have_left(
     optimizer.assert_replicas_equal()
 
 
+@pytest.mark.of_messages
+@distributed(2, timeout=60, pg_timeout=10)
+def test_a_rank_without_a_part_of_a_bucket_reads_the_gradients_in_its_memory(world: World) -> None:
+    """The step begins while the last buckets are under way, in memory that the first all-gathers
+    use. Their owners wait until the owners of the last ones have read the gradients there."""
+    torch.manual_seed(0)
+    narrow = [nn.Linear(4, 4, bias=False) for _ in range(8)]
+    model = nn.Sequential(nn.Linear(16, 4, bias=False), *narrow)
+    model.batch = lambda seed: torch.randn(3, 16, generator=generator(*seed))
+    zero = {"partition": "whole", "bucket_mb": 1e-5}
+    twins = AttachedTwins(world, Loss(model), SGD, "module", zero=zero, lr=0.1)
+    plan = plan_of(twins.optimizer)
+    first, last = ([bool([*plan.shards_in(b, rank)]) for rank in range(2)] for b in (0, 8))
+    assert (len(plan.buckets), SHARED_BUFFERS) == (9, 4)  # so bucket 8 left from bucket 0's memory
+    assert first != last
+    for _ in range(2):
+        twins.backward()
+        twins.step()
+        twins.assert_same()
+
+
 # ---------------------------------------- unused parameters -------------------------------------
 
 
