@@ -313,9 +313,9 @@ class AllGathers:
             )
             owners = self._group.rank, *comm.links.relayed
             shared = shared_elements(plan, number, owners, comm.links, like.element_size())
-            # Also on a rank that shares nothing of this bucket. Why: the owner waits until all ranks
-            # have read the gradients in this memory, and they do so when they come to use it. Not if
-            # lazy: what is in flight when a step is over would be read in the next backward.
+            # Also on a rank that shares nothing of this bucket. Why: the owner waits until others
+            # have read the gradients in this memory, and they do so when they come to use it. Not
+            # if lazy: what is in flight after a step would still be read in the next backward.
             reused = None
             if send_buffers is not None and comm.links.messages and not lazy:
                 reused = send_buffers(number, like.dtype)
