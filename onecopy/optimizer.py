@@ -399,8 +399,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _mode(self) -> str:
         if self._attachment is None:
             return ""
-        backwards = self._attachment.reducer.backwards
-        return f", attached, after {backwards} backward{'s' * (backwards != 1)}"
+        return f", attached, after {plural(self._attachment.reducer.backwards, 'backward')}"
 
     def _compare_replicas(
         self, fingerprints: torch.Tensor, since: str, changes: Sequence[str]

@@ -112,7 +112,7 @@ def test_the_search_finds(tmp_path: Path, line: str, monkeypatch: pytest.MonkeyP
 
 
 def test_there_is_something_to_search() -> None:
-    assert len(FILES) > 40
+    assert len(FILES) > 50
 
 
 # ------------------------------------------------------------------------------- attacks
