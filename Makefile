@@ -97,9 +97,10 @@ test-torch: ## the tests (or TESTS=...) with another torch, TORCH=x.y.z, in a ve
 bench: $(BENCH_VENV)/.installed ## every peer and our modes in one run (FULL=1: all of it)
 	$(BENCH_BIN)/python benchmarks/bench.py $(if $(FULL),--full)
 
-bench-compare: $(BENCH_VENV)/.installed ## our modes at BASE=<git ref> and as they are now
+bench-compare: $(BENCH_VENV)/.installed ## our modes at BASE=<git ref> and as they are now (RANKS="2 4" WIRE="loopback 1")
 	$(if $(BASE),,$(error say with what to compare: make bench-compare BASE=main))
-	$(BENCH_BIN)/python benchmarks/compare.py $(BASE)
+	$(BENCH_BIN)/python benchmarks/compare.py $(BASE) $(if $(WIRE),--wire $(WIRE)) \
+	    $(if $(filter command line environment,$(origin RANKS)),--ranks $(RANKS))
 
 bench-balance: $(VENV)/.installed ## how evenly plans load the ranks
 	$(BIN)/python benchmarks/plan.py balance

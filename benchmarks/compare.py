@@ -7,6 +7,7 @@ with more rounds, before it counts as slower. The last line has the geometric me
 
     make bench-compare BASE=main
     .venv-bench/bin/python benchmarks/compare.py v0.1.0 --only gpt tiny --ranks 2 --rounds 7
+    .venv-bench/bin/python benchmarks/compare.py v0.1.0 --ranks 4 --wire loopback 1
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hosts import LOOPBACK
+from hosts import LOOPBACK, NoHosts, two_hosts
 from measure import Entry, Progress, Setup, alternate, ends_by_exception
 from methods import OURS
 from results import Samples, Spread, ratios
@@ -59,6 +60,21 @@ def compare(setup: Setup, method: str, base: Path) -> Cell:
     return Cell(line + ("  slower" if is_slower else ""), ratio.middle, is_slower)
 
 
+def compare_all(setup: Setup, methods: Sequence[str], base: Path) -> list[Cell]:
+    """A table of these modes, printed as they are measured."""
+    print(f"\n{setup.workload.title}; {setup.ranks} ranks, {setup.wire_name}")
+    print(f"{'':40}{'base ms':>9}{'now ms':>9}{'ratio':>8}  (quartiles)", flush=True)
+    cells = []
+    for method in methods:
+        cell = compare(setup, method, base)
+        print(cell.line, flush=True)
+        if cell.is_slower and cell.ratio is not None and setup.rounds < RERUN_ROUNDS:
+            cell = compare(dataclasses.replace(setup, rounds=RERUN_ROUNDS), method, base)
+            print(f"{cell.line}  ({RERUN_ROUNDS} rounds)", flush=True)
+        cells.append(cell)
+    return cells
+
+
 def _milliseconds(samples: Samples) -> float:
     return Spread.of(samples.seconds()).middle * 1e3
 
@@ -83,29 +99,38 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True, capture_output=True)
 
 
+def _gbit(text: str) -> float | None:
+    """The speed of a cable; None for loopback."""
+    return None if text == "loopback" else float(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="a git revision")
     parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=["gpt", "tiny"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--wire",
+        nargs="+",
+        type=_gbit,
+        default=[None],
+        metavar="WIRE",
+        help="loopback, or the speed in Gbit/s of a cable between two hosts",
+    )
     names = [method.name for method in OURS]
     parser.add_argument("--methods", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     cells: list[Cell] = []
     with ends_by_exception(), checked_out(args.base) as base:
-        for name, ranks in itertools.product(args.only, args.ranks):
-            setup = Setup(WORKLOADS[name], ranks, LOOPBACK, "loopback", args.rounds)
-            print(f"\n{setup.workload.title}; {ranks} ranks, {setup.wire_name}")
-            print(f"{'':40}{'base ms':>9}{'now ms':>9}{'ratio':>8}  (quartiles)", flush=True)
-            for method in args.methods:
-                cell = compare(setup, method, base)
-                print(cell.line, flush=True)
-                if cell.is_slower and cell.ratio is not None and args.rounds < RERUN_ROUNDS:
-                    again = dataclasses.replace(setup, rounds=RERUN_ROUNDS)
-                    cell = compare(again, method, base)
-                    print(f"{cell.line}  ({RERUN_ROUNDS} rounds)", flush=True)
-                cells.append(cell)
+        for name, ranks, gbit in itertools.product(args.only, args.ranks, args.wire):
+            wire_name = "loopback" if gbit is None else f"two hosts, {gbit:g} Gbit/s"
+            try:
+                with contextlib.nullcontext(LOOPBACK) if gbit is None else two_hosts(gbit) as wire:
+                    setup = Setup(WORKLOADS[name], ranks, wire, wire_name, args.rounds)
+                    cells += compare_all(setup, args.methods, base)
+            except NoHosts as error:
+                sys.exit(f"{wire_name}: {error}")
     known = [cell.ratio for cell in cells if cell.ratio is not None]
     if known:
         mean = statistics.geometric_mean(known)
