@@ -15,7 +15,7 @@ written with; results of others are not comparable. On a machine with AVX2 torch
 the machine has more. Workers always use one thread: the number of threads is compared to notice a
 change of the harness. Variables ONECOPY_... of the environment are removed at the start.
 
-The exit code is 1 if a case differs, and 2 if nothing can be compared.
+The exit code is 1 if a case differs or a run fails, and 77 if nothing can be compared.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from onecopy import ZeroRedundancyOptimizer
 FILE = Path(__file__).with_suffix(".json")
 SIZES = (1, 2, 3, 4)
 STEPS = 6
+INCOMPARABLE = 77  # an exit code that neither a failure nor a wrong argument has
 BUCKET_MB = 0.2
 LARGE = (41, 83, 97)  # 6 buckets of float32; not for Muon, which would take most of the time
 SHARED_FROM = 8192  # bytes: of the model below, all buckets but the smallest
@@ -331,7 +332,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         return run(given.only, given.write)
     except harness.RankFailure as error:
         print(error)
-        return 2
+        return 1
     finally:
         harness.shutdown()
 
@@ -343,7 +344,7 @@ def run(only: str, write: bool) -> int:
     if not write and (reasons := incomparable(expected["environment"], here)):
         print("golden: nothing can be compared")
         print(*reasons, sep="\n")
-        return 2
+        return INCOMPARABLE
     found: dict[str, Case] = {}
     for size, topology, modes in runs(only):
         found.update(measure(size, topology, modes))

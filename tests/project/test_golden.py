@@ -136,9 +136,21 @@ def test_results_of_another_torch_cpu_or_thread_count_are_not_compared(
     monkeypatch.setattr(harness, "run_on_ranks", lambda *_: [here])
     for name, value in [("torch", "1.0"), ("CPU capability", "none"), ("threads", 7)]:
         golden.FILE.write_text(golden.as_text({**here, name: value}, "a processor", {}))
-        assert golden.run(only="", write=False) == 2
+        assert golden.run(only="", write=False) == golden.INCOMPARABLE
         said = capsys.readouterr().out
         assert f"{name}: golden.json was written with {value}, here it is {here[name]}" in said
+
+
+def test_a_run_that_fails_is_no_result_that_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise harness.RankFailure("rank 1: RuntimeError: the package is broken")
+
+    monkeypatch.setattr(golden, "run", fail)
+    monkeypatch.setattr(harness, "shutdown", lambda: None)
+    assert golden.main([]) == 1
+    assert "the package is broken" in capsys.readouterr().out
 
 
 def test_hashes_tell_values_that_look_alike_apart() -> None:
