@@ -242,16 +242,50 @@ def test_gradients_of_16_micro_batches_are_accumulated_in_float32(world: World, 
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-@distributed(2)
+@distributed(1, 2)
 @EVERY_FEED
-def test_without_masters_gradients_are_accumulated_in_param_grad(world: World, hooks: str) -> None:
-    model = Loss()
+@pytest.mark.parametrize("reduce_dtype", [None, FP32], ids=["own", "reduce_dtype"])
+@pytest.mark.parametrize("master_dtype", [None, FP32], ids=["no_masters", "masters"])
+def test_accumulation_is_as_under_ddp_or_closer_to_the_exact_sum(
+    world: World, hooks: str, reduce_dtype: Any, master_dtype: Any
+) -> None:
+    """16 micro-batches, with and without masters, sent in 16 and in 32 bits."""
+    model, twin = Loss(), Loss()
+    reference = DistributedDataParallel(twin)
     module = DistributedDataParallel(model) if hooks == "ddp" else model
-    optimizer = ours(model, AdamW, lr=0.01, master_dtype=None)
-    optimizer.attach(module)
-    with optimizer.no_sync():
-        module(torch.ones(2, 11, dtype=BF16)).backward()
-    assert all(param.grad is not None for param in model.parameters())
+    optimizer = ours(model, AdamW, lr=0.01, master_dtype=master_dtype)
+    optimizer.attach(module, reduce_dtype=reduce_dtype)
+    shadow = Loss()
+    exact = [torch.zeros_like(param, dtype=torch.float64) for param in shadow.parameters()]
+    for micro in range(16):
+        x = noise(6, 11, seed=(world.rank + 1, micro + 1)).to(BF16)
+        for total, grad in zip(exact, gradients_of(shadow, shadow(x)), strict=True):
+            total.add_(grad)
+        is_last = micro == 15
+        with contextlib.nullcontext() if is_last else optimizer.no_sync():
+            module(x).backward()
+        with contextlib.nullcontext() if is_last else reference.no_sync():
+            reference(x).backward()
+        if not is_last:
+            in_params = [param.grad is not None for param in model.parameters()]
+            assert set(in_params) == {master_dtype is None}
+    for total in exact:
+        dist.all_reduce(total)
+        total.div_(world.size)
+    mine = [optimizer.full_grad(param) for param in model.parameters()]
+    of_ddp = [param.grad for param in twin.parameters()]
+    if master_dtype is None:
+        assert all(map(torch.equal, mine, of_ddp))
+        return
+
+    def error(averages: list[torch.Tensor]) -> float:
+        return max(
+            float((each - whole).norm() / whole.norm())
+            for each, whole in zip(averages, exact, strict=True)
+        )
+
+    bound = 1e-6 if reduce_dtype is FP32 else 2**-9  # one rounding, for the wire
+    assert error(mine) < bound < error(of_ddp)
 
 
 class Branches(Loss):
