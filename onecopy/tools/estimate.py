@@ -11,6 +11,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class ModelSpec:
         self.registry = ParamRegistry()
         self.templates: list[StateTemplate] = []  # by group
         stand_ins: dict[torch.Tensor, torch.Tensor] = {}
-        names: dict[torch.Tensor, str] = {}  # by stand-in
+        names: dict[torch.Tensor, str] = {}  # by stand-in, in the order of the registry
         policies = PartitionPolicy(optimizer_class, settings, defaults)
         for listed in _groups_of(model, optimizer_class, dtype):
             group = _without_memory(listed, dtype, stand_ins)
@@ -78,11 +79,10 @@ class ModelSpec:
             policy = policies.of(group, defaults)
             cls, given = policy.optimizer_class, options_of(group)
             options = {**defaults, **given} if cls is optimizer_class else given
-            construct = functools.partial(_construct, cls, options)
-            self.templates.append(StateTemplate(cls, construct, options.get("lr", 0.0)))
+            self.templates.append(_template(cls, options))
             self.registry = self.registry.with_group(group, policy)
         self.params: Sequence[torch.Tensor] = self.registry.params  # by index in the plan
-        self.names = [names[param] for param in self.params]
+        self.names = list(names.values())
         # Or on the meta device, or shapes: not on an accelerator.
         self.on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
@@ -103,8 +103,8 @@ class ModelSpec:
         return self._bytes_of_tensor[group](tensor.shape, dtype)
 
 
-def _construct(cls: type[Optimizer], options: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
-    return cls([param], **options)
+def _template(cls: type[Optimizer], options: Mapping[str, Any]) -> StateTemplate:
+    return StateTemplate(cls, lambda param: cls([param], **options), options.get("lr", 0.0))
 
 
 def _groups_of(model: Any, optimizer_class: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
@@ -337,13 +337,9 @@ class Estimate:
         return remarks + [f"{peer.name} {peer.remark}." for peer in self.peers if peer.remark]
 
     def rank_rows(self) -> list[RankRow]:
-        rows: list[RankRow] = []
-        for rank, facts in enumerate(zip(self.loads, self.shards, self._totals, strict=True)):
-            if rows and rows[-1][1:] == facts:
-                rows[-1] = rows[-1]._replace(ranks=(rows[-1].ranks[0], rank))
-            else:
-                rows.append(RankRow((rank, rank), *facts))
-        return rows
+        facts = list(zip(self.loads, self.shards, self._totals, strict=True))
+        runs = (list(run) for _, run in groupby(range(self.world_size), key=facts.__getitem__))
+        return [RankRow((run[0], run[-1]), *facts[run[0]]) for run in runs]
 
     def rank_table(self) -> Table:
         rows = [
@@ -414,10 +410,8 @@ class Estimate:
             "model": model,
             "bucket_bytes": self.plan.bucket_bytes,
             **self.as_dict(),
-            "ranks": [dict(zip(RankRow._fields, row, strict=True)) for row in self.rank_rows()],
-            "parameters": [
-                dict(zip(ParamRow._fields, row, strict=True)) for row in self.param_rows()
-            ],
+            "ranks": [row._asdict() for row in self.rank_rows()],
+            "parameters": [row._asdict() for row in self.param_rows()],
             "buckets": len(self.plan.buckets),
         }
 
