@@ -6,11 +6,11 @@ registry and plan are made of them as of real ones, by the same functions.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ from onecopy.tools.baselines import (
     evenly_sharded,
     from_owners,
     torch_class,
-    torch_loads,
+    torch_owners,
 )
 from onecopy.version import __version__
 
@@ -86,8 +86,8 @@ class ModelSpec:
         # Or on the meta device, or shapes: not on an accelerator.
         self.on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
-        self._bytes_of_shards = [functools.cache(t.bytes_of_shards) for t in self.templates]
-        self._bytes_of_tensor = [functools.cache(t.bytes_of_tensor) for t in self.templates]
+        self._bytes_of_shards = [cache(t.bytes_of_shards) for t in self.templates]
+        self._bytes_of_tensor = [cache(t.bytes_of_tensor) for t in self.templates]
 
     def state_bytes(self, param: int, has_master: bool = True) -> StateBytes:
         """Of a parameter that may be cut."""
@@ -231,7 +231,10 @@ class Estimate:
         self._gradient_bytes = sum(p.numel() * grad_dtype(p).itemsize for p in self._trained)
         self._count_owned()
         self.imbalance = imbalance(self.loads)  # elements on the fullest rank / an even share
-        self.torchs_loads = torch_loads(spec.registry.entries, self.world_size)
+        self._torchs_owners = torch_owners(spec.registry.entries, self.world_size)
+        self.torchs_loads = [0] * self.world_size
+        for param in plan.params:
+            self.torchs_loads[self._torchs_owners[param]] += spec.params[param].numel()
         self.torchs_imbalance = imbalance(self.torchs_loads)  # of the partition of torch's class
         # By stream: the dtypes in which gradients are summed and held, and in which they travel.
         held_in, wire = [], []
@@ -291,7 +294,7 @@ class Estimate:
         """This one, and the peers."""
         return Baseline("onecopy", self.fullest, self.wire), *self.peers
 
-    @functools.cached_property
+    @cached_property
     def peers(self) -> tuple[Baseline, ...]:
         """DDP, torch's class (unless there are several optimizer classes), ZeRO-2 and ZeRO-3."""
         spec = self.spec
@@ -303,8 +306,8 @@ class Estimate:
         ddp, *stages = evenly_sharded(whole, self._trained_bytes, self.world_size)
         if len(spec.classes) > 1:
             return ddp, *stages
-        own_state = functools.partial(spec.state_of, has_master=False)
-        torchs = torch_class(spec.registry.entries, own_state, whole, self.world_size)
+        entries, own_state = spec.registry.entries, partial(spec.state_of, has_master=False)
+        torchs = torch_class(entries, self._torchs_owners, own_state, whole, self.world_size)
         return ddp, torchs, *stages
 
     # ------------------------------------------------------------------ in words and rows
