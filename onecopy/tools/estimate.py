@@ -69,20 +69,17 @@ class ModelSpec:
         self.master_dtype = settings.master_dtype
         self.registry = ParamRegistry()
         self.templates: list[StateTemplate] = []  # by group
-        stand_ins: dict[torch.Tensor, torch.Tensor] = {}
-        names: dict[torch.Tensor, str] = {}  # by stand-in, in the order of the registry
+        stand_ins: _StandIns = {}
         policies = PartitionPolicy(optimizer_class, settings, defaults)
         for listed in _groups_of(model, optimizer_class, dtype):
             group = _without_memory(listed, dtype, stand_ins)
-            for param, name in zip(group["params"], group["param_names"], strict=True):
-                names.setdefault(param, name)
             policy = policies.of(group, defaults)
             cls, given = policy.optimizer_class, options_of(group)
             options = {**defaults, **given} if cls is optimizer_class else given
             self.templates.append(_template(cls, options))
             self.registry = self.registry.with_group(group, policy)
         self.params: Sequence[torch.Tensor] = self.registry.params  # by index in the plan
-        self.names = list(names.values())
+        self.names = [name for _, name in stand_ins.values()]
         # Or on the meta device, or shapes: not on an accelerator.
         self.on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
@@ -132,29 +129,30 @@ def _of_shape(shape: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
+_StandIns = dict[torch.Tensor, tuple[torch.Tensor, str]]  # with its name, by the original
+
+
 def _without_memory(
-    group: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    stand_ins: dict[torch.Tensor, torch.Tensor],
+    group: Mapping[str, Any], dtype: torch.dtype | None, stand_ins: _StandIns
 ) -> dict[str, Any]:
-    """The group with a stand-in on the meta device and a name for each parameter; one that is
-    listed twice has one stand-in."""
-    names, params = [], []
-    given = group.get("param_names")
+    """The group with a stand-in on the meta device for each parameter; one that is listed twice
+    has one."""
+    params = []
+    names = group.get("param_names")
     for number, entry in enumerate(group["params"]):
         name, param = entry if isinstance(entry, tuple) else ("", entry)
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"expected parameters, got {type(param).__name__}: {param!r}")
-        names.append(str(name or (given[number] if given else f"parameter {number}")))
         if param not in stand_ins:
             target = dtype if dtype is not None and param.is_floating_point() else param.dtype
             # Why strides: a tensor with gaps in its memory is not cut.
             new = torch.empty_strided(param.shape, param.stride(), dtype=target, device="meta")
             if isinstance(param, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=param.requires_grad)
-            stand_ins[param] = new
-        params.append(stand_ins[param])
-    return {**group, "params": params, "param_names": names}
+            name = str(name or (names[number] if names else f"parameter {number}"))
+            stand_ins[param] = new, name
+        params.append(stand_ins[param][0])
+    return {**group, "params": params}
 
 
 # ------------------------------------------------------------------ how
