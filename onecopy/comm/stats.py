@@ -48,21 +48,6 @@ def named(phase: Phase, bucket: int, waits: bool = False) -> torch.profiler.reco
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What this rank has put on the wire."""
-
-    messages: int = 0
-    bytes: int = 0
-
-    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
-        """What is empty is not sent."""
-        if not tensor.numel():
-            return
-        self.messages += copies
-        self.bytes += copies * tensor.numel() * tensor.element_size()
-
-
-@dataclass(slots=True)
 class _Totals:
     """One phase of one bucket, summed over all steps."""
 
@@ -75,26 +60,33 @@ class _Totals:
 
 
 @dataclass(slots=True)
-class Counters:
-    """Bytes and time of every phase of every bucket of a rank."""
+class Traffic:
+    """What this rank has put on the wire, and the time of every phase of every bucket."""
 
-    traffic: Traffic
+    messages: int = 0
+    bytes: int = 0
     totals: defaultdict[tuple[Phase, int], _Totals] = field(
         default_factory=functools.partial(defaultdict, _Totals)
     )
 
+    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
+        """What is empty is not sent."""
+        if tensor.numel():
+            self.messages += copies
+            self.bytes += copies * tensor.numel() * tensor.element_size()
+
     @contextlib.contextmanager
     def launching(self, phase: Phase, bucket: int) -> Iterator[None]:
         totals = self.totals[phase, bucket]
-        messages, sent = self.traffic.messages, self.traffic.bytes
+        messages, sent = self.messages, self.bytes
         start = time.perf_counter()
         with named(phase, bucket):
             yield
         totals.launched_at = time.perf_counter()
         totals.exposed += totals.launched_at - start
         totals.times += 1
-        totals.messages += self.traffic.messages - messages
-        totals.bytes += self.traffic.bytes - sent
+        totals.messages += self.messages - messages
+        totals.bytes += self.bytes - sent
 
     @contextlib.contextmanager
     def waiting(self, phase: Phase, bucket: int) -> Iterator[None]:
@@ -111,7 +103,7 @@ class Counters:
             for (phase, bucket), t in self.totals.items()
         ]
         buckets.sort(key=lambda each: (each.phase, each.bucket))
-        return CommStats(steps, self.traffic.messages, self.traffic.bytes, tuple(buckets))
+        return CommStats(steps, self.messages, self.bytes, tuple(buckets))
 
 
 @dataclass(frozen=True, slots=True)
