@@ -1148,7 +1148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def comm_stats(self) -> CommStats:
         """Return what this rank has sent since construction, and how long it has waited for
         communication. Not collective."""
-        return self._rank_group.counters.stats(self._steps)
+        return self._rank_group.traffic.stats(self._steps)
 
     def _facts(self) -> dict[str, Any]:
         """For the trace of a run, whose page is made from them."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from onecopy.comm.agreement import DIGEST_BYTES, same_outcome
 from onecopy.comm.monitor import GroupMonitor, Handle, timeout
-from onecopy.comm.stats import Counters, Traffic
+from onecopy.comm.stats import Traffic
 from onecopy.comm.waiting import (
     ask_store,
     let_threads_finish,
@@ -56,7 +56,6 @@ class RankGroup:
         cpu = torch.device("cpu")
         self.control_device = cpu if device is None or "cpu" in self._backends else device
         self.traffic = Traffic()
-        self.counters = Counters(self.traffic)
         waits_on_cpu = device is None or device.type == "cpu"
         self.monitor = GroupMonitor(self.user_group, waits_on_cpu)
         self.rank, self.world_size = self.monitor.rank, self.monitor.world_size

@@ -48,54 +48,45 @@ def named(phase: Phase, bucket: int, waits: bool = False) -> torch.profiler.reco
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What this rank has put on the wire."""
-
-    messages: int = 0
-    bytes: int = 0
-
-    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
-        """What is empty is not sent."""
-        if not tensor.numel():
-            return
-        self.messages += copies
-        self.bytes += copies * tensor.numel() * tensor.element_size()
-
-
-@dataclass(slots=True)
 class _Totals:
     """One phase of one bucket, summed over all steps."""
 
     times: int = 0
     messages: int = 0
     bytes: int = 0
-    launching: float = 0.0  # seconds: packing included
-    waiting: float = 0.0  # unpacking included
-    under_way: float = 0.0  # from launch until somebody had waited
+    exposed: float = 0.0  # seconds of launching and waiting, packing and unpacking included
+    hidden: float = 0.0  # from the end of a launch until somebody waited
     launched_at: float = 0.0  # the last time
 
 
 @dataclass(slots=True)
-class Counters:
-    """Bytes and time of every phase of every bucket of a rank."""
+class Traffic:
+    """What this rank has put on the wire, and the time of every phase of every bucket."""
 
-    traffic: Traffic
+    messages: int = 0
+    bytes: int = 0
     totals: defaultdict[tuple[Phase, int], _Totals] = field(
         default_factory=functools.partial(defaultdict, _Totals)
     )
 
+    def add(self, tensor: torch.Tensor, copies: int = 1) -> None:
+        """What is empty is not sent."""
+        if tensor.numel():
+            self.messages += copies
+            self.bytes += copies * tensor.numel() * tensor.element_size()
+
     @contextlib.contextmanager
     def launching(self, phase: Phase, bucket: int) -> Iterator[None]:
         totals = self.totals[phase, bucket]
-        messages, sent = self.traffic.messages, self.traffic.bytes
+        messages, sent = self.messages, self.bytes
         start = time.perf_counter()
         with named(phase, bucket):
             yield
         totals.launched_at = time.perf_counter()
-        totals.launching += totals.launched_at - start
+        totals.exposed += totals.launched_at - start
         totals.times += 1
-        totals.messages += self.traffic.messages - messages
-        totals.bytes += self.traffic.bytes - sent
+        totals.messages += self.messages - messages
+        totals.bytes += self.bytes - sent
 
     @contextlib.contextmanager
     def waiting(self, phase: Phase, bucket: int) -> Iterator[None]:
@@ -103,25 +94,16 @@ class Counters:
         start = time.perf_counter()
         with named(phase, bucket, waits=True):
             yield
-        end = time.perf_counter()
-        totals.waiting += end - start
-        totals.under_way += end - totals.launched_at
+        totals.exposed += time.perf_counter() - start
+        totals.hidden += start - totals.launched_at
 
     def stats(self, steps: int) -> CommStats:
         buckets = [
-            BucketStats(
-                phase.value,
-                bucket,
-                totals.times,
-                totals.messages,
-                totals.bytes,
-                exposed=totals.launching + totals.waiting,
-                hidden=max(0.0, totals.under_way - totals.waiting),
-            )
-            for (phase, bucket), totals in self.totals.items()
+            BucketStats(phase.value, bucket, t.times, t.messages, t.bytes, t.exposed, t.hidden)
+            for (phase, bucket), t in self.totals.items()
         ]
         buckets.sort(key=lambda each: (each.phase, each.bucket))
-        return CommStats(steps, self.traffic.messages, self.traffic.bytes, tuple(buckets))
+        return CommStats(steps, self.messages, self.bytes, tuple(buckets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +179,6 @@ class Span:
     stop: float
     is_wait: bool = False
 
-    @property
-    def length(self) -> float:
-        return self.stop - self.start
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -222,11 +200,6 @@ class Transfer:
     @property
     def name(self) -> str:
         return f"{self.launch.phase} {self.launch.bucket}"
-
-    @property
-    def exposed(self) -> float:
-        """Microseconds that this rank spent on it."""
-        return self.launch.length + self.wait.length
 
     @property
     def hidden(self) -> float:
@@ -317,8 +290,7 @@ class Timeline:
         spans = [span for span in self.spans if span.phase != "step"]
         busy = [(span.start, span.stop) for span in spans]
         mine: defaultdict[tuple[str, int | None], list[tuple[float, float]]] = defaultdict(list)
-        under_way: defaultdict[tuple[str, int | None], list[tuple[float, float]]]
-        under_way = defaultdict(list)
+        under_way = mine.copy()
         for span in spans:
             for bucket in (span.bucket, None):
                 mine[span.phase, bucket].append((span.start, span.stop))
@@ -369,7 +341,6 @@ logger = logging.getLogger("onecopy")
 DIRECTORY, STEPS = "ONECOPY_TRACE", "ONECOPY_TRACE_STEPS"
 TRACE_VARIABLES = {DIRECTORY, STEPS}
 _DEFAULT_STEPS = "3-5"  # the first ones allocate buffers and connect ranks
-METADATA = "onecopy"
 
 # What this process has begun to trace. The next optimizer must not write over it.
 _begun: set[Path] = set()
@@ -446,7 +417,7 @@ class Tracer:
         # stopped writes into memory that is gone.
         with contextlib.suppress(RuntimeError):  # the process group may be gone, at exit
             self._wait()
-        profiler.add_metadata_json(METADATA, json.dumps({"rank": self._rank, **self._facts()}))
+        profiler.add_metadata_json("onecopy", json.dumps({"rank": self._rank, **self._facts()}))
         profiler.stop()
         # The whole file or none, with rows for what is under way, which the profiler does not know.
         draft = self._file.with_name(f"{self._file.stem}.{os.getpid()}.draft.json")

@@ -125,7 +125,7 @@ class BucketQueue:
         for buffer in op.buffers:
             if buffer.wait_for_user is not None:  # in this queue or in another one
                 buffer.wait_for_user()
-        with self._group.counters.launching(self._phase, number):
+        with self._group.traffic.launching(self._phase, number):
             for buffer in op.buffers:
                 buffer.wait_until_read()  # may fail: nothing is in flight yet
             if fill is not None:
@@ -148,7 +148,7 @@ class BucketQueue:
     @torch.no_grad()
     def _finish(self, number: int) -> None:
         bucket, op = self.in_flight[number]
-        with self._group.counters.waiting(self._phase, number):
+        with self._group.traffic.waiting(self._phase, number):
             op.wait()
             with self._or_give_up("adding up gradients"):
                 op.complete()

@@ -107,6 +107,7 @@ def evenly_sharded(whole: MemoryReport, trained: int, world: int) -> tuple[Basel
 
 def torch_class(
     entries: Sequence[Entry],
+    owners: Sequence[int],
     state_of: Callable[[int], Mapping[str, int]],
     whole: MemoryReport,
     world: int,
@@ -114,7 +115,7 @@ def torch_class(
     """``state_of``: bytes of a parameter's state without a master copy."""
     state: list[Counter[str]] = [Counter() for _ in range(world)]
     sent = [0] * world
-    for index, owner in enumerate(torch_owners(entries, world)):
+    for index, owner in enumerate(owners):
         sent[owner] += entries[index].param.nbytes
         if is_trainable(entries[index].param):
             state[owner].update(state_of(index))
@@ -136,11 +137,3 @@ def torch_owners(entries: Sequence[Entry], world: int) -> list[int]:
         load, owners[index] = heap[0]
         heapq.heapreplace(heap, (load - sizes[index][1], owners[index]))
     return owners
-
-
-def torch_loads(entries: Sequence[Entry], world: int) -> list[int]:
-    """Elements that each rank updates under torch's partition."""
-    loads = [0] * world
-    for entry, owner in zip(entries, torch_owners(entries, world), strict=True):
-        loads[owner] += entry.param.numel() if is_trainable(entry.param) else 0
-    return loads

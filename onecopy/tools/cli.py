@@ -27,7 +27,7 @@ from onecopy.planning.text import in_bytes, in_seconds, plural, table
 from onecopy.planning.traits import PARTITIONS
 from onecopy.tools.baselines import Baseline
 from onecopy.tools.estimate import BACKENDS, Estimate, Table, estimate
-from onecopy.tools.models import BadArgument, Failure, load_model, load_optimizer
+from onecopy.tools.models import PRESETS, BadArgument, Failure, load_model, load_optimizer
 from onecopy.tools.pages.plan_page import plan_page
 from onecopy.tools.pages.run_page import bucket_table, memory_table, rank_table, read_run, run_page
 from onecopy.version import __version__
@@ -166,8 +166,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a preset (gpt2, gpt2-xl, llama-3.2-1b, llama-3-8b, llama-3-70b, llama-3-405b, "
-        "resnet-50), package.module:factory, or a Hugging Face config.json",
+        help=f"a preset ({', '.join(PRESETS)}), package.module:factory, or a Hugging Face "
+        "config.json",
     )
     add = parser.add_argument_group("how it is trained").add_argument
     add(

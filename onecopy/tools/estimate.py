@@ -6,11 +6,12 @@ registry and plan are made of them as of real ones, by the same functions.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ from onecopy.tools.baselines import (
     evenly_sharded,
     from_owners,
     torch_class,
-    torch_loads,
+    torch_owners,
 )
 from onecopy.version import __version__
 
@@ -68,26 +69,22 @@ class ModelSpec:
         self.master_dtype = settings.master_dtype
         self.registry = ParamRegistry()
         self.templates: list[StateTemplate] = []  # by group
-        stand_ins: dict[torch.Tensor, torch.Tensor] = {}
-        names: dict[torch.Tensor, str] = {}  # by stand-in
+        stand_ins: _StandIns = {}
         policies = PartitionPolicy(optimizer_class, settings, defaults)
         for listed in _groups_of(model, optimizer_class, dtype):
             group = _without_memory(listed, dtype, stand_ins)
-            for param, name in zip(group["params"], group["param_names"], strict=True):
-                names.setdefault(param, name)
             policy = policies.of(group, defaults)
             cls, given = policy.optimizer_class, options_of(group)
             options = {**defaults, **given} if cls is optimizer_class else given
-            construct = functools.partial(_construct, cls, options)
-            self.templates.append(StateTemplate(cls, construct, options.get("lr", 0.0)))
+            self.templates.append(_template(cls, options))
             self.registry = self.registry.with_group(group, policy)
         self.params: Sequence[torch.Tensor] = self.registry.params  # by index in the plan
-        self.names = [names[param] for param in self.params]
+        self.names = [name for _, name in stand_ins.values()]
         # Or on the meta device, or shapes: not on an accelerator.
         self.on_cpu = all(param.device.type in ("cpu", "meta") for param in stand_ins)
         self.classes = tuple(dict.fromkeys(p.optimizer_class for p in self.registry.policies))
-        self._bytes_of_shards = [functools.cache(t.bytes_of_shards) for t in self.templates]
-        self._bytes_of_tensor = [functools.cache(t.bytes_of_tensor) for t in self.templates]
+        self._bytes_of_shards = [cache(t.bytes_of_shards) for t in self.templates]
+        self._bytes_of_tensor = [cache(t.bytes_of_tensor) for t in self.templates]
 
     def state_bytes(self, param: int, has_master: bool = True) -> StateBytes:
         """Of a parameter that may be cut."""
@@ -103,8 +100,8 @@ class ModelSpec:
         return self._bytes_of_tensor[group](tensor.shape, dtype)
 
 
-def _construct(cls: type[Optimizer], options: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
-    return cls([param], **options)
+def _template(cls: type[Optimizer], options: Mapping[str, Any]) -> StateTemplate:
+    return StateTemplate(cls, lambda param: cls([param], **options), options.get("lr", 0.0))
 
 
 def _groups_of(model: Any, optimizer_class: Any, dtype: torch.dtype | None) -> list[dict[str, Any]]:
@@ -132,29 +129,30 @@ def _of_shape(shape: Any, dtype: torch.dtype | None) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
+_StandIns = dict[torch.Tensor, tuple[torch.Tensor, str]]  # with its name, by the original
+
+
 def _without_memory(
-    group: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    stand_ins: dict[torch.Tensor, torch.Tensor],
+    group: Mapping[str, Any], dtype: torch.dtype | None, stand_ins: _StandIns
 ) -> dict[str, Any]:
-    """The group with a stand-in on the meta device and a name for each parameter; one that is
-    listed twice has one stand-in."""
-    names, params = [], []
-    given = group.get("param_names")
+    """The group with a stand-in on the meta device for each parameter; one that is listed twice
+    has one."""
+    params = []
+    names = group.get("param_names")
     for number, entry in enumerate(group["params"]):
         name, param = entry if isinstance(entry, tuple) else ("", entry)
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"expected parameters, got {type(param).__name__}: {param!r}")
-        names.append(str(name or (given[number] if given else f"parameter {number}")))
         if param not in stand_ins:
             target = dtype if dtype is not None and param.is_floating_point() else param.dtype
             # Why strides: a tensor with gaps in its memory is not cut.
             new = torch.empty_strided(param.shape, param.stride(), dtype=target, device="meta")
             if isinstance(param, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=param.requires_grad)
-            stand_ins[param] = new
-        params.append(stand_ins[param])
-    return {**group, "params": params, "param_names": names}
+            name = str(name or (names[number] if names else f"parameter {number}"))
+            stand_ins[param] = new, name
+        params.append(stand_ins[param][0])
+    return {**group, "params": params}
 
 
 # ------------------------------------------------------------------ how
@@ -231,7 +229,10 @@ class Estimate:
         self._gradient_bytes = sum(p.numel() * grad_dtype(p).itemsize for p in self._trained)
         self._count_owned()
         self.imbalance = imbalance(self.loads)  # elements on the fullest rank / an even share
-        self.torchs_loads = torch_loads(spec.registry.entries, self.world_size)
+        self._torchs_owners = torch_owners(spec.registry.entries, self.world_size)
+        self.torchs_loads = [0] * self.world_size
+        for param in plan.params:
+            self.torchs_loads[self._torchs_owners[param]] += spec.params[param].numel()
         self.torchs_imbalance = imbalance(self.torchs_loads)  # of the partition of torch's class
         # By stream: the dtypes in which gradients are summed and held, and in which they travel.
         held_in, wire = [], []
@@ -291,7 +292,7 @@ class Estimate:
         """This one, and the peers."""
         return Baseline("onecopy", self.fullest, self.wire), *self.peers
 
-    @functools.cached_property
+    @cached_property
     def peers(self) -> tuple[Baseline, ...]:
         """DDP, torch's class (unless there are several optimizer classes), ZeRO-2 and ZeRO-3."""
         spec = self.spec
@@ -303,8 +304,8 @@ class Estimate:
         ddp, *stages = evenly_sharded(whole, self._trained_bytes, self.world_size)
         if len(spec.classes) > 1:
             return ddp, *stages
-        own_state = functools.partial(spec.state_of, has_master=False)
-        torchs = torch_class(spec.registry.entries, own_state, whole, self.world_size)
+        entries, own_state = spec.registry.entries, partial(spec.state_of, has_master=False)
+        torchs = torch_class(entries, self._torchs_owners, own_state, whole, self.world_size)
         return ddp, torchs, *stages
 
     # ------------------------------------------------------------------ in words and rows
@@ -337,13 +338,9 @@ class Estimate:
         return remarks + [f"{peer.name} {peer.remark}." for peer in self.peers if peer.remark]
 
     def rank_rows(self) -> list[RankRow]:
-        rows: list[RankRow] = []
-        for rank, facts in enumerate(zip(self.loads, self.shards, self._totals, strict=True)):
-            if rows and rows[-1][1:] == facts:
-                rows[-1] = rows[-1]._replace(ranks=(rows[-1].ranks[0], rank))
-            else:
-                rows.append(RankRow((rank, rank), *facts))
-        return rows
+        facts = list(zip(self.loads, self.shards, self._totals, strict=True))
+        runs = (list(run) for _, run in groupby(range(self.world_size), key=facts.__getitem__))
+        return [RankRow((run[0], run[-1]), *facts[run[0]]) for run in runs]
 
     def rank_table(self) -> Table:
         rows = [
@@ -414,10 +411,8 @@ class Estimate:
             "model": model,
             "bucket_bytes": self.plan.bucket_bytes,
             **self.as_dict(),
-            "ranks": [dict(zip(RankRow._fields, row, strict=True)) for row in self.rank_rows()],
-            "parameters": [
-                dict(zip(ParamRow._fields, row, strict=True)) for row in self.param_rows()
-            ],
+            "ranks": [row._asdict() for row in self.rank_rows()],
+            "parameters": [row._asdict() for row in self.param_rows()],
             "buckets": len(self.plan.buckets),
         }
 

@@ -20,22 +20,23 @@ import torch
 from torch.optim import Optimizer
 
 Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]  # by name, in order
+Shapes = dict[str, Shape]  # by name, in order
 
 
 def _gpt2(layers: int, d: int) -> Shapes:
-    layer = _biased(
-        {
-            "ln_1": (d,),
-            "attn.c_attn": (d, 3 * d),
-            "attn.c_proj": (d, d),
-            "ln_2": (d,),
-            "mlp.c_fc": (d, 4 * d),
-            "mlp.c_proj": (4 * d, d),
-        }
-    )
-    ends = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
-    return {**ends, **_repeated("h", layers, layer), **_biased({"ln_f": (d,)})}
+    weights = {
+        "ln_1": (d,),
+        "attn.c_attn": (d, 3 * d),
+        "attn.c_proj": (d, d),
+        "ln_2": (d,),
+        "mlp.c_fc": (d, 4 * d),
+        "mlp.c_proj": (4 * d, d),
+    }
+    shapes: Shapes = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
+    for n in range(layers):
+        for name, shape in weights.items():
+            shapes |= _with_bias(f"h.{n}.{name}", shape)
+    return shapes | _with_bias("ln_f", (d,))
 
 
 def _llama(layers: int, d: int, keys: int, hidden: int, tied: bool = False) -> Shapes:
@@ -53,45 +54,33 @@ def _llama(layers: int, d: int, keys: int, hidden: int, tied: bool = False) -> S
     }
     return {
         "model.embed_tokens.weight": (vocabulary, d),
-        **_repeated("model.layers", layers, layer),
+        **{f"model.layers.{n}.{name}": size for n in range(layers) for name, size in layer.items()},
         "model.norm.weight": (d,),
         **({} if tied else {"lm_head.weight": (vocabulary, d)}),
     }
 
 
 def _resnet_50() -> Shapes:
-    shapes = dict(_convolution("conv1", "bn1", (64, 3, 7, 7)))
+    convolutions = {"conv1": (64, 3, 7, 7)}
     inputs = 64
     for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
-        outputs = 4 * width
         for block in range(blocks):
-            at = f"layer{stage}.{block}."
-            shapes |= _convolution(f"{at}conv1", f"{at}bn1", (width, inputs, 1, 1))
-            shapes |= _convolution(f"{at}conv2", f"{at}bn2", (width, width, 3, 3))
-            shapes |= _convolution(f"{at}conv3", f"{at}bn3", (outputs, width, 1, 1))
+            at = f"layer{stage}.{block}"
+            convolutions[f"{at}.conv1"] = (width, inputs, 1, 1)
+            convolutions[f"{at}.conv2"] = (width, width, 3, 3)
+            convolutions[f"{at}.conv3"] = (4 * width, width, 1, 1)
             if block == 0:
-                down = f"{at}downsample."
-                shapes |= _convolution(f"{down}0", f"{down}1", (outputs, inputs, 1, 1))
-            inputs = outputs
+                convolutions[f"{at}.downsample.0"] = (4 * width, inputs, 1, 1)
+            inputs = 4 * width
+    shapes: Shapes = {}
+    for name, shape in convolutions.items():  # without bias, and their batch normalisations
+        norm = name.replace("conv", "bn").replace("downsample.0", "downsample.1")
+        shapes |= {f"{name}.weight": shape, **_with_bias(norm, shape[:1])}
     return {**shapes, "fc.weight": (1000, inputs), "fc.bias": (1000,)}
 
 
-def _repeated(prefix: str, layers: int, layer: Shapes) -> Shapes:
-    return {f"{prefix}.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
-
-
-def _biased(modules: Shapes) -> Shapes:
-    """Modules with a weight and a bias, by the shape of the weight."""
-    return {
-        f"{name}.{which}": shape if which == "weight" else shape[-1:]
-        for name, shape in modules.items()
-        for which in ("weight", "bias")
-    }
-
-
-def _convolution(name: str, norm: str, shape: Shape) -> Shapes:
-    """Without bias, and its batch normalisation."""
-    return {f"{name}.weight": shape, **_biased({norm: shape[:1]})}
+def _with_bias(name: str, weight: Shape) -> Shapes:
+    return {f"{name}.weight": weight, f"{name}.bias": weight[-1:]}
 
 
 # GPT-2 and Llama 3.2 1B: the output layer is tied to the token embedding.

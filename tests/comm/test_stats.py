@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.stats import CommStats, Counters, Phase, Traffic
+from onecopy.comm.stats import CommStats, Phase, Traffic
 
 ELEMENTS = 328  # of an Mlp
 STEPS = 3
@@ -32,14 +32,13 @@ def test_traffic_counts_what_is_sent() -> None:
 
 def test_a_transfer_is_exposed_at_its_ends_and_hidden_between_them() -> None:
     traffic = Traffic()
-    counters = Counters(traffic)
-    with counters.launching(Phase.ALL_GATHER, 1):
+    with traffic.launching(Phase.ALL_GATHER, 1):
         traffic.add(torch.zeros(10))
         time.sleep(0.01)
     time.sleep(0.03)
-    with counters.waiting(Phase.ALL_GATHER, 1):
+    with traffic.waiting(Phase.ALL_GATHER, 1):
         time.sleep(0.02)
-    (found,) = counters.stats(steps=1).buckets
+    (found,) = traffic.stats(steps=1).buckets
     assert (found.phase, found.bucket, found.times) == ("all_gather", 1, 1)
     assert (found.messages, found.bytes) == (1, 40)
     assert found.exposed >= 0.03
@@ -48,26 +47,25 @@ def test_a_transfer_is_exposed_at_its_ends_and_hidden_between_them() -> None:
 
 def test_what_others_send_meanwhile_is_not_on_the_account() -> None:
     traffic = Traffic()
-    counters = Counters(traffic)
     traffic.add(torch.zeros(10))
-    with counters.launching(Phase.REDUCE_SCATTER, 0):
+    with traffic.launching(Phase.REDUCE_SCATTER, 0):
         traffic.add(torch.zeros(5))
     traffic.add(torch.zeros(10))
-    stats = counters.stats(steps=1)
+    stats = traffic.stats(steps=1)
     assert [each.bytes for each in stats.buckets] == [20]
     assert (stats.bytes, stats.messages) == (100, 3)
     assert stats.buckets[0].hidden == 0  # nobody has waited for it yet
 
 
 def test_a_launch_that_fails_is_not_counted() -> None:
-    counters = Counters(Traffic())
-    with pytest.raises(ZeroDivisionError), counters.launching(Phase.REDUCE_SCATTER, 0):
+    traffic = Traffic()
+    with pytest.raises(ZeroDivisionError), traffic.launching(Phase.REDUCE_SCATTER, 0):
         _ = 1 / 0
-    assert [each.times for each in counters.stats(steps=1).buckets] == [0]
+    assert [each.times for each in traffic.stats(steps=1).buckets] == [0]
 
 
 def test_before_the_first_step_there_is_nothing_to_tell() -> None:
-    stats = Counters(Traffic()).stats(steps=0)
+    stats = Traffic().stats(steps=0)
     assert stats == CommStats(0, 0, 0, ())
     assert stats.as_dict() == {"steps": 0, "messages": 0, "bytes": 0}
     assert "0 steps" in str(stats)

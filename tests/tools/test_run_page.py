@@ -93,8 +93,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     first = run.traces[0]
     assert first.memory.total == 10_500
     assert first.step_time == pytest.approx(100 * MS)
-    assert first.sent()["reduce_scatter", 1] == 1_000_000.25
-    assert sum(first.sent().values()) == 4_000_000.5
+    assert first.sent["reduce_scatter", 1] == 1_000_000.25
+    assert sum(first.sent.values()) == 4_000_000.5
     cost = first.cost("reduce_scatter")
     assert cost.exposed == pytest.approx(2 * 1.25 * MS + 0.5 * MS)
     assert cost.hidden == pytest.approx((90 - 51.25 - 1.25) * MS)

@@ -11,21 +11,8 @@ from onecopy.planning.sizes import count_elements, imbalance
 from onecopy.planning.text import in_bytes, in_short, name_ranks, plural
 from onecopy.planning.traits import Kind
 from onecopy.tools.estimate import Estimate, ParamRow, rank_range
-from onecopy.tools.pages.charts import (
-    Mark,
-    Row,
-    cards,
-    column_chart,
-    folded_table,
-    heading,
-    in_groups,
-    memory_bar,
-    memory_section,
-    ownership_map,
-    page,
-    section,
-    stacked_bars,
-)
+from onecopy.tools.pages import charts
+from onecopy.tools.pages.charts import Mark, Row
 
 _SHARDS = 1500  # drawn one by one, at most
 # Of a map of a larger plan: rows, and about so many marks in each.
@@ -38,7 +25,8 @@ _COLUMNS = 64  # of a chart of the balance
 
 def plan_page(estimate: Estimate, model: str) -> str:
     parts = [part(estimate) for part in (_key_figures, _memory, _map, _balance, _tables)]
-    return page(f"{model} on {plural(estimate.world_size, 'rank')}", estimate.in_words(), parts)
+    title = f"{model} on {plural(estimate.world_size, 'rank')}"
+    return charts.page(title, estimate.in_words(), parts)
 
 
 def _key_figures(estimate: Estimate) -> str:
@@ -49,7 +37,7 @@ def _key_figures(estimate: Estimate) -> str:
     torchs = "torch's class runs one class only"
     if len(estimate.spec.classes) == 1:
         torchs = f"torch's partition: {estimate.torchs_imbalance:.3f}"
-    return cards(
+    return charts.cards(
         [
             ("on the fullest rank", in_bytes(ours), "activations not counted"),
             ("under plain DDP", in_bytes(ddp.memory.total), f"{saved:.1f} times as much"),
@@ -61,14 +49,14 @@ def _key_figures(estimate: Estimate) -> str:
 
 def _memory(estimate: Estimate) -> str:
     ways = enumerate(estimate.ways)
-    bars = [memory_bar(way.name, way.memory, is_strong=not number) for number, way in ways]
-    return memory_section(
+    bars = [charts.memory_bar(way.name, way.memory, is_strong=not number) for number, way in ways]
+    return charts.memory_section(
         range(estimate.world_size),
         estimate.on,
         "What each rank holds after a step, from the plan that is really used.",
-        heading("Beside others, on their fullest rank"),
+        charts.heading("Beside others, on their fullest rank"),
         f'<p class="soft">{escape(" ".join(estimate.remarks()))}</p>',
-        stacked_bars("Memory beside other ways to train.", bars, in_bytes),
+        charts.stacked_bars("Memory beside other ways to train.", bars, in_bytes),
     )
 
 
@@ -95,8 +83,8 @@ def _map(estimate: Estimate) -> str:
         (name, sum(share for _, share in group))
         for name, group in itertools.groupby(layers, key=lambda layer: layer[0])
     ]
-    chart = ownership_map("Map of the plan.", rows, names)
-    return section("Who owns what", text, chart, chosen="a shard")
+    chart = charts.ownership_map("Map of the plan.", rows, names)
+    return charts.section("Who owns what", text, chart, chosen="a shard")
 
 
 def _rows_of_shards(estimate: Estimate, params: Sequence[ParamRow], elements: int) -> list[Row]:
@@ -129,7 +117,7 @@ def _rows_of_runs(estimate: Estimate, params: Sequence[ParamRow], elements: int)
             runs.append([param])
     run_of = {param.number: number for number, run in enumerate(runs) for param in run}
     counts = count_elements(estimate.plan, run_of.__getitem__)
-    groups = in_groups(range(estimate.world_size), _ROWS)
+    groups = charts.in_groups(range(estimate.world_size), _ROWS)
     rows = []
     for group, ranks in enumerate(groups):
         marks: list[Mark] = []
@@ -167,34 +155,28 @@ def _hue(number: int, count: int) -> float:
 
 def _balance(estimate: Estimate) -> str:
     top = max(estimate.imbalance, estimate.torchs_imbalance) * 1.06
-    charts = "".join(
-        column_chart(
-            title,
-            f"fullest {imbalance(loads):.3f}",
-            _columns(loads),
-            top=top,
-            role=role,
-            ends=("rank 0", f"rank {estimate.world_size - 1}"),
-        )
-        for title, loads, role in (
-            ("onecopy", estimate.loads, 2),
-            ("torch's class", estimate.torchs_loads, 0),
-        )
-    )
+    ends = "rank 0", f"rank {estimate.world_size - 1}"
+    pair = ""
+    for title, loads, role in (
+        ("onecopy", estimate.loads, 2),
+        ("torch's class", estimate.torchs_loads, 0),
+    ):
+        figure, columns = f"fullest {imbalance(loads):.3f}", _columns(loads)
+        pair += charts.column_chart(title, figure, columns, top=top, role=role, ends=ends)
     text = (
         "Elements that each rank owns, relative to an even share (the dashed line). torch's class "
         "gives each tensor to one rank, so its fullest rank sets the memory of all."
     )
     if len(estimate.spec.classes) > 1:
         text += " It could not run this mixture of classes; shown is how it would share it out."
-    pair = f'<div class="pair">{charts}</div>'
-    return section("Balance, beside torch's partition", text, pair, chosen="a rank")
+    content = f'<div class="pair">{pair}</div>'
+    return charts.section("Balance, beside torch's partition", text, content, chosen="a rank")
 
 
 def _columns(loads: Sequence[int]) -> list[tuple[float, str]]:
     even = sum(loads) / len(loads) or 1
     columns = []
-    for ranks in in_groups(range(len(loads)), _COLUMNS):
+    for ranks in charts.in_groups(range(len(loads)), _COLUMNS):
         fullest = max(loads[rank] for rank in ranks)
         who = name_ranks(ranks) + (", at most" if len(ranks) > 1 else "")
         tip = f"{who}: {fullest:,} elements, {fullest / even:.3f} times an even share"
@@ -205,12 +187,12 @@ def _columns(loads: Sequence[int]) -> list[tuple[float, str]]:
 def _tables(estimate: Estimate) -> str:
     plan = estimate.plan
     whole = sum(len(stream.params) for stream in plan.streams if stream.kind is Kind.WHOLE)
-    return section(
+    return charts.section(
         "In numbers",
         f"{in_short(sum(estimate.loads))} elements in {len(plan.params):,} parameters, "
         f"{whole or 'none'} of them kept whole; {plural(len(plan.buckets), 'bucket')} of at most "
         f"{in_bytes(plan.bucket_bytes)}; {plural(sum(estimate.shards), 'shard')}.",
-        folded_table("By rank", estimate.rank_table(), numbers=(1, 2, 3)),
-        folded_table("By parameter", estimate.param_table(), numbers=(4, 6)),
+        charts.folded_table("By rank", estimate.rank_table(), numbers=(1, 2, 3)),
+        charts.folded_table("By parameter", estimate.param_table(), numbers=(4, 6)),
         long=True,
     )

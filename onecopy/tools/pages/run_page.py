@@ -10,28 +10,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from onecopy.comm.stats import BucketStats, Cost, Timeline, measured, phase_named
+from onecopy.comm.stats import Cost, Timeline, measured, phase_named
 from onecopy.planning.sizes import MemoryReport
 from onecopy.planning.text import in_bytes, in_seconds, name_ranks, plural
 from onecopy.tools.estimate import Table
 from onecopy.tools.models import Failure
-from onecopy.tools.pages.charts import (
-    BARS,
-    Bar,
-    Mark,
-    Row,
-    cards,
-    folded_table,
-    heading,
-    in_groups,
-    legend,
-    memory_parts,
-    memory_section,
-    page,
-    section,
-    stacked_bars,
-    timeline,
-)
+from onecopy.tools.pages import charts
+from onecopy.tools.pages.charts import Bar, Mark, Row
 
 _FILE = re.compile(r"rank-(\d+)\.json")
 _HOW = "record one with ONECOPY_TRACE=DIR torchrun ... train.py"
@@ -59,7 +44,7 @@ class Trace:
     classes: tuple[str, ...]
     backend: str
     memory: MemoryReport
-    buckets: tuple[BucketStats, ...]  # since the optimizer was built
+    sent: Mapping[tuple[str, int], float]  # bytes each time, by phase and bucket
     timeline: Timeline  # of the traced steps; it ends with the last of them
     costs: Mapping[tuple[str, int | None], Cost]  # of all of them
     zero: float  # microseconds on the clock of its host at the zero of its timeline
@@ -83,10 +68,6 @@ class Trace:
     def hidden(self) -> float:
         return sum(self.cost(phase).hidden for phase in _ROLE)
 
-    def sent(self) -> dict[tuple[str, int], float]:
-        """Bytes each time, by phase and bucket."""
-        return {(b.phase, b.bucket): b.bytes / b.times for b in self.buckets if b.times}
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -101,12 +82,12 @@ class Run:
     @property
     def phases(self) -> tuple[str, ...]:
         """In the order of a step."""
-        present = {each.phase for trace in self.traces for each in trace.buckets}
+        present = {phase for trace in self.traces for phase, _ in trace.sent}
         return tuple(phase for phase in _ROLE if phase in present)
 
     @property
     def bucket_numbers(self) -> tuple[int, ...]:
-        return tuple(sorted({each.bucket for trace in self.traces for each in trace.buckets}))
+        return tuple(sorted({bucket for trace in self.traces for _, bucket in trace.sent}))
 
     @property
     def title(self) -> str:
@@ -182,21 +163,19 @@ def parse_trace(content: Mapping[str, Any]) -> Trace:
         classes=tuple(map(str, facts["classes"])),
         backend=str((content.get("distributedInfo") or {}).get("backend", "")),
         memory=MemoryReport.from_dict(memory),
-        buckets=tuple(_stats(each) for each in facts["buckets"]),
+        sent=dict(map(_sent, facts["buckets"])),
         timeline=steps,
         costs=steps.costs(),
         zero=measured(content.get("baseTimeNanoseconds", 0)) / 1e3,
     )
 
 
-def _stats(found: Mapping[str, Any]) -> BucketStats:
+def _sent(found: Mapping[str, Any]) -> tuple[tuple[str, int], float]:
     phase = phase_named(str(found["phase"]))
     if phase not in _ROLE:
         raise ValueError(phase)
-    counts = [_counted(found[name]) for name in ("bucket", "times", "messages", "bytes")]
-    bucket, times, messages, sent = counts
-    exposed, hidden = measured(found["exposed"]), measured(found["hidden"])
-    return BucketStats(phase, bucket, times, messages, sent, exposed, hidden)
+    bucket, times, sent = (_counted(found[name]) for name in ("bucket", "times", "bytes"))
+    return (phase, bucket), sent / max(times, 1)
 
 
 def _counted(value: Any) -> int:
@@ -227,19 +206,18 @@ def memory_table(run: Run) -> Table:
     """What each rank holds."""
     rows = []
     for trace in run.traces:
-        sizes = (*memory_parts(trace.memory).values(), trace.memory.total)
+        sizes = (*charts.memory_parts(trace.memory).values(), trace.memory.total)
         rows.append([str(trace.rank), *map(in_bytes, sizes)])
-    return ["rank", *memory_parts(run.traces[0].memory), "total"], rows
+    return ["rank", *charts.memory_parts(run.traces[0].memory), "total"], rows
 
 
 def bucket_table(run: Run) -> Table:
     """What each bucket sends, and what it costs, by phase."""
     rows = []
-    sent = [trace.sent() for trace in run.traces]
     for bucket in run.bucket_numbers:
         for phase in run.phases:
             costs = [trace.cost(phase, bucket) for trace in run.traces]
-            most = max(each.get((phase, bucket), 0) for each in sent)
+            most = max(trace.sent.get((phase, bucket), 0) for trace in run.traces)
             exposed = mean(cost.exposed for cost in costs)
             hidden = mean(cost.hidden for cost in costs)
             rows.append([f"{phase} {bucket}", in_bytes(most), _time(exposed), _time(hidden)])
@@ -253,10 +231,10 @@ def run_page(run: Run) -> str:
     """One self-contained page about a traced run."""
     reports = {trace.rank: trace.memory for trace in run.traces}
     text = "What each rank held after the last traced step."
-    memory = memory_section(list(reports), reports.__getitem__, text)
+    memory = charts.memory_section(list(reports), reports.__getitem__, text)
     communication = [_communication(run)] if run.phases else []
     parts = [_key_figures(run), _timelines(run), *communication, memory, _tables(run)]
-    return page(run.title, run.in_words(), parts)
+    return charts.page(run.title, run.in_words(), parts)
 
 
 def _key_figures(run: Run) -> str:
@@ -268,9 +246,9 @@ def _key_figures(run: Run) -> str:
     what, remark = "sent per rank and step", plural(len(run.bucket_numbers), "bucket")
     if not run.traces[0].is_attached:
         what, remark = "sent by the optimizer", f"{remark}; DDP's all-reduce not counted"
-    sent = in_bytes(max(sum(trace.sent().values()) for trace in run.traces))
+    sent = in_bytes(max(sum(trace.sent.values()) for trace in run.traces))
     full = f"rank {fullest.rank}; activations not counted"
-    return cards(
+    return charts.cards(
         [
             ("time of a step", time, "under the profiler, median"),
             ("exposed, of a step", _time(slowest.exposed), share),
@@ -283,7 +261,7 @@ def _key_figures(run: Run) -> str:
 
 def _communication(run: Run) -> str:
     bars = []
-    groups = in_groups(range(len(run.traces)), BARS)
+    groups = charts.in_groups(range(len(run.traces)), charts.BARS)
     for group in groups:
         ranks = name_ranks(run.traces[number].rank for number in group)
         trace = max((run.traces[number] for number in group), key=lambda each: each.exposed)
@@ -303,14 +281,14 @@ def _communication(run: Run) -> str:
     if len(bars) < len(run.traces):
         text += " A bar of several ranks shows the most exposed of them."
     colours = [(_EXPOSED, "exposed"), *((_ROLE[each], f"hidden: {each}") for each in run.phases)]
-    chart = stacked_bars("Communication of each rank.", bars, _time)
+    chart = charts.stacked_bars("Communication of each rank.", bars, _time)
     title = "Exposed and hidden communication"
-    return section(title, text, legend(colours), chart, chosen="a part of a bar")
+    return charts.section(title, text, charts.legend(colours), chart, chosen="a part of a bar")
 
 
 def _tables(run: Run) -> str:
     tables = [
-        folded_table(title, found, numbers=range(1, len(found[0])))
+        charts.folded_table(title, found, numbers=range(1, len(found[0])))
         for title, found in (
             ("By bucket, each time", bucket_table(run)),
             ("By rank, each step", rank_table(run)),
@@ -318,7 +296,7 @@ def _tables(run: Run) -> str:
         )
     ]
     text = "Times of buckets are means over the ranks. Bytes are counted, not estimated."
-    return section("In numbers", text, *tables, long=True)
+    return charts.section("In numbers", text, *tables, long=True)
 
 
 # ------------------------------------------------------------------ timelines
@@ -344,12 +322,12 @@ def _timelines(run: Run) -> str:
         entries.append((_EXPOSED, "waiting: exposed"))
     origins = {t.rank: origin for t, origin in zip(run.traces, run.origins(), strict=True)}
     length = max(trace.timeline.stop - origins[trace.rank] for trace in shown) or 1 / _US
-    charts = []
+    rows = []
     for trace in shown:
-        charts.append(heading(f"rank {trace.rank}"))
-        charts.append(_timeline(trace, run.phases, origins[trace.rank], length))
-    many = len(shown) > 3
-    return section("Timeline", text, legend(entries), *charts, chosen="a mark", long=many)
+        rows.append(charts.heading(f"rank {trace.rank}"))
+        rows.append(_timeline(trace, run.phases, origins[trace.rank], length))
+    parts, many = (charts.legend(entries), *rows), len(shown) > 3
+    return charts.section("Timeline", text, *parts, chosen="a mark", long=many)
 
 
 def _timeline(trace: Trace, phases: Sequence[str], origin: float, length: float) -> str:
@@ -385,7 +363,7 @@ def _timeline(trace: Trace, phases: Sequence[str], origin: float, length: float)
     shares = [("", (trace.timeline.start - origin) / length)]
     shares += [(f"step {step.number}", (step.stop - step.began) / length) for step in steps]
     shares.append(("", 1 - (trace.timeline.stop - origin) / length))
-    return timeline(
+    return charts.timeline(
         f"Timeline of rank {trace.rank}.",
         rows,
         length * _US,
