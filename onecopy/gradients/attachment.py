@@ -30,9 +30,8 @@ from onecopy.gradients.join import JoinParticipant, JoinRound, Turn
 from onecopy.gradients.norms import AveragedGradients
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import flat_range, is_dense
-from onecopy.planning.param_groups import check_switches
+from onecopy.planning.param_groups import check_reduce_dtype, check_switches
 from onecopy.planning.plan import Plan
-from onecopy.planning.text import shown
 from onecopy.sharding.engine import SendBuffers
 from onecopy.sharding.inner import GradientsOf
 from onecopy.sharding.sharded_params import ShardedParams, names_in
@@ -231,12 +230,7 @@ def require_attachable(
     """Raise if ``attach`` cannot work with these arguments, with the reason."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach(...) takes a module, got {type(module).__name__}")
-    if reduce_dtype is not None and not (
-        isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
-    ):
-        raise TypeError(
-            f"reduce_dtype must be a floating point dtype or None, got {shown(reduce_dtype)}"
-        )
+    check_reduce_dtype(reduce_dtype)
     registry = sharded_params.registry
     ours = set(registry.params)
     names = names_in(module)

@@ -115,6 +115,16 @@ def check_switches(**switches: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
+def check_reduce_dtype(dtype: Any) -> None:
+    """Why not 8 bits: torch neither sums nor promotes them."""
+    known = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if dtype is not None and not any(dtype is each for each in known):
+        raise TypeError(
+            "reduce_dtype must be a floating point dtype of 16 to 64 bits or None, got "
+            f"{shown(dtype)}"
+        )
+
+
 def as_number(name: str, value: Any) -> float:
     """A number, or a tensor that holds one."""
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta

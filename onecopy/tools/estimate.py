@@ -22,6 +22,8 @@ from onecopy.planning.param_groups import (
     ParamRegistry,
     PartitionPolicy,
     Settings,
+    check_reduce_dtype,
+    check_switches,
     empty_plan,
     forces_c10d,
     grad_dtype,
@@ -176,6 +178,14 @@ class Setting:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        check_reduce_dtype(self.reduce_dtype)
+        check_switches(
+            attached=self.attached,
+            under_ddp=self.under_ddp,
+            lazy_gather=self.lazy_gather,
+            parameters_as_bucket_view=self.parameters_as_bucket_view,
+            no_sync=self.no_sync,
+        )
         for name in ("under_ddp", "lazy_gather", "reduce_dtype", "no_sync"):
             if getattr(self, name) and not self.attached:
                 raise ValueError(f"{name} means something in attached mode only: attached=True")
@@ -384,9 +394,12 @@ class Estimate:
 
         def numbers(way: Baseline) -> dict[str, Any]:
             seconds = {"seconds": way.wire.seconds(bandwidth, latency)} if bandwidth else {}
+            sent: Counter[str] = Counter()  # ZeRO-3 gathers parameters twice
+            for part in way.wire.parts:
+                sent[part.name] += part.numbytes
             return {
                 "memory": {**way.memory.as_dict(), "total": way.memory.total},
-                "wire": {part.name: part.numbytes for part in way.wire.parts},
+                "wire": dict(sent),
                 **seconds,
             }
 

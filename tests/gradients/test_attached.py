@@ -551,8 +551,9 @@ def test_what_cannot_be_attached_says_why(world: World) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     with pytest.raises(TypeError, match="takes a module, got str"):
         optimizer.attach("model")
-    with pytest.raises(TypeError, match="reduce_dtype"):
-        optimizer.attach(model, reduce_dtype=torch.int32)
+    for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match="reduce_dtype must be a floating point dtype of 16"):
+            optimizer.attach(model, reduce_dtype=dtype)
     with pytest.raises(ValueError, match=r"does not have: 1\.weight"):
         optimizer.attach(nn.Sequential(model, nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"not in the module: parameter 2"):

@@ -107,6 +107,11 @@ def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert two["wire"] == {"all-reduce": 328 * 4, "all-gather": 328 * 4 // 2}
     assert two["seconds"] == pytest.approx(1.5 * 328 * 4 / 1e9 + 3 * 10e-6)
     assert set(two["peers"]) == {"DDP", "torch's class", "ZeRO-2", "ZeRO-3"}
+    # Parameters are gathered in the forward and again in the backward.
+    assert two["peers"]["ZeRO-3"]["wire"] == {
+        "reduce-scatter": 328 * 4 // 2,
+        "all-gather": 2 * 328 * 4 // 2,
+    }
 
 
 def test_the_time_says_that_it_is_that_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,6 +290,14 @@ def test_what_is_refused(model: Any, how: dict[str, Any], message: str) -> None:
         estimate(model, **arguments)
 
 
+def test_arguments_that_the_optimizer_refuses_are_refused() -> None:
+    shapes = {"weight": (4, 4)}
+    with pytest.raises(TypeError, match="parameters_as_bucket_view must be True or False"):
+        estimate(shapes, SGD, 2, parameters_as_bucket_view="false")
+    with pytest.raises(TypeError, match="reduce_dtype must be"):
+        estimate(shapes, SGD, 2, attached=True, reduce_dtype=torch.int32)
+
+
 def test_a_rank_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="a rank from 0 to 1, got 2"):
         estimate([(3,)], AdamW, 2).on(2)
