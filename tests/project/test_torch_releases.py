@@ -9,7 +9,9 @@ import importlib
 import inspect
 import io
 import json
+import os
 import pickle
+import subprocess
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -405,7 +407,7 @@ def test_ddp_that_does_not_end_a_backward_by_itself_is_refused(world: World) -> 
 # ------------------------------------------------------------------ checkpoints of other releases
 
 
-WRITERS = ("2.6.0", "2.13.0", "2.15.0")  # releases of torch
+WRITERS = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")  # releases of torch
 WRITTEN = [f"{who}-{release}" for who in ("ours", "torch") for release in WRITERS]
 
 
@@ -494,6 +496,35 @@ def test_tensors_are_described_by_the_five_fields_of_old_releases(
 
         Reader(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
         assert set(fields) == {5}
+
+
+# ------------------------------------------------------------------ make test-torch
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("", "say which torch"),
+        ("1.13.1", "is too old: 2.6 or later is admitted"),
+        ("2.5.1", "is too old: 2.6 or later is admitted"),
+        ("2.6.0", "torch==2.6.0"),
+        ("2.14.1", "torch==2.14.1"),
+        ("3.0.0", "torch==3.0.0"),
+    ],
+)
+def test_make_test_torch_takes_every_admitted_release(release: str, said: str) -> None:
+    command = ["make", "-n", "test-torch", f"TORCH={release}", f"TORCH_VENV=no-such-{release}"]
+    outside_of_make = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    done = subprocess.run(
+        command,
+        cwd=PACKAGE.parent,
+        env=outside_of_make,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in done.stdout + done.stderr
+    assert (done.returncode == 0) == said.startswith("torch"), done.stderr
 
 
 # ------------------------------------------------------------------ private names
