@@ -364,18 +364,11 @@ class DDPHooks:
         """A bucket of DDP is full."""
         if not self._reducer.is_active:
             self._begin()
-        params, gradients = bucket.parameters(), bucket.gradients()
-        strides = list(map(torch.Tensor.stride, params))
-        if list(map(torch.Tensor.stride, gradients)) != strides:
-            # DDP lays each out as its parameter is, and shows it as if it were contiguous.
-            gradients = [
-                grad.as_strided(param.shape, stride, grad.storage_offset())
-                if is_dense(param)
-                else grad
-                for param, grad, stride in zip(params, gradients, strides, strict=True)
-            ]
-        for param, grad in zip(params, gradients, strict=True):
-            index = self._index.get(param)
+        for param, shown in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index, stride, grad = self._index.get(param), param.stride(), shown
+            if grad.stride() != stride and is_dense(param):
+                # DDP lays it out as its parameter is, and shows it as if it were contiguous.
+                grad = grad.as_strided(param.shape, stride, grad.storage_offset())
             if index is not None:  # DDP also has what was frozen and is not ours
                 self._reducer.arrived(index, grad)
         if bucket.is_last() and not self._waits_for_joined():
@@ -484,15 +477,12 @@ class LazyGather(_NotCopied):
     """
 
     def __init__(self, module: torch.nn.Module, all_gathers: BucketQueue) -> None:
-        self._all_gathers = all_gathers
-        self._own: dict[torch.nn.Module, set[int]] = {}  # buckets of each module's own parameters
-        self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
-        self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
-        # The others, for ever. A dict, because torch 2.6 cannot trace `in` of a set.
+        self._root, self._all_gathers = module, all_gathers
+        self._buckets: dict[torch.nn.Module, list[int]] = {}  # that each module waits for
+        # Those that did not run in the first forward, for ever. A dict, because torch 2.6 cannot
+        # trace `in` of a set.
         self._not_fired: dict[torch.nn.Module, None] = {}
-        self._knows = False  # which modules' forwards are called
-        self._root_has_waited = False  # for its buckets, since the last step
-        self._root = module
+        self.follow({})
         self._handles: list[Any] = [module.register_forward_hook(self._after_all, always_call=True)]
         each: Any
         for each in module.modules():
@@ -504,17 +494,17 @@ class LazyGather(_NotCopied):
 
     def follow(self, buckets_of: Mapping[torch.Tensor, Sequence[int]]) -> None:
         """Learn which module needs which buckets."""
-        self._own = {
+        self._own = {  # buckets of each module's own parameters
             module: {b for p in module.parameters(recurse=False) for b in buckets_of.get(p, ())}
             for module in self._root.modules()
         }
-        self._knows = False
-        self._fired = set()
-        self._root_has_waited = False
+        self._knows = False  # which modules' forwards are called
+        self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
+        self.stepped()
 
     def stepped(self) -> None:
         """All-gathers are in flight again."""
-        self._root_has_waited = False
+        self._root_has_waited = False  # for its buckets
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         # A wait inside compiled code breaks its graph. So the root waits for modules that are
