@@ -108,7 +108,7 @@ class Attachment:
         """A backward of the bare module begins."""
         if self._rank_group.world_size == 1:
             self._sharded_params.follow_memory()  # one rank alone may have converted the module
-        self._begin_averaging(self._join.announce(Turn.BACKWARD) if self._join.is_active else None)
+        self._begin_averaging(self._join.announce(Turn.BACKWARD))
 
     def follow_backward(self, join_round: JoinRound) -> None:
         """On a joined rank: a backward of the others, of which this rank has no gradients."""
@@ -145,8 +145,7 @@ class Attachment:
     def zero_grad(self) -> None:
         """The user drops the gradients. Joined ranks drop them, too."""
         self.finish_raised()
-        refused = self._rank_group.monitor.refusal is not None
-        if self._join.is_active and self.reducer.holds_anything and not refused:
+        if self._rank_group.monitor.refusal is None and self.reducer.holds_anything:
             self._join.announce(Turn.SKIP)
         self.drop()
 

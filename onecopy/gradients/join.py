@@ -13,6 +13,7 @@ To be read in the order of a turn: ``JoinParticipant.announce`` on the ranks tha
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import itertools
@@ -34,6 +35,7 @@ from onecopy.planning.param_groups import grad_dtype
 from onecopy.planning.plan import Plan
 from onecopy.planning.text import name_ranks
 from onecopy.planning.traits import options_of
+from onecopy.sharding.inner import GradientsOf
 from onecopy.torch_private import join_config
 
 
@@ -70,7 +72,9 @@ class JoinParticipant:
         return optimizer is not None and bool(join_config(optimizer).enable)
 
     def announce(self, turn: Turn) -> JoinRound | None:
-        """If ``is_active``: tell the joined ranks what comes. None without any. Collective."""
+        """Inside ``Join``: tell the joined ranks what comes. None without any. Collective."""
+        if not self.is_active:
+            return None
         optimizer = self.optimizer()
         assert optimizer is not None
         monitor = self.rank_group.monitor
@@ -167,8 +171,8 @@ def broadcast_plain(rank_group: RankGroup, join_round: JoinRound, mine: Sequence
 
 def send_gradients(
     rank_group: RankGroup, join_round: JoinRound, plan: Plan, params: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None] | None:
-    """On a joined rank: the gradients of its shards, in the plan's order. Elsewhere: None."""
+) -> GradientsOf | None:
+    """On a joined rank: the gradients of its shards, by bucket. Elsewhere: None."""
     is_source = rank_group.rank == join_round.source
     planned = sorted(plan.params)
     gradients = [params[index].grad for index in planned]
@@ -193,17 +197,17 @@ def send_gradients(
     if rank_group.rank not in join_round.joined:
         return None
     flats = []
-    received: list[torch.Tensor | None] = []
+    received: dict[int, list[torch.Tensor | None]] = collections.defaultdict(list)
     for shard in plan.shards(rank_group.rank):
-        if shard.param not in present:
-            received.append(None)
-            continue
         param = params[shard.param]
-        flat = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
-        flats.append(flat)
-        received.append(flat if shard.param in plan.cut_params else in_form_of(param, flat))
+        found: torch.Tensor | None = None
+        if shard.param in present:
+            flat = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
+            flats.append(flat)
+            found = flat if shard.param in plan.cut_params else in_form_of(param, flat)
+        received[shard.bucket].append(found)
     receive_tensors(rank_group, {join_round.source: flats})
-    return received
+    return received.__getitem__
 
 
 def _encode_options(group: MutableMapping[str, Any]) -> dict[str, Any]:
