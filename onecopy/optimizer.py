@@ -760,7 +760,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._follow_changes(join_round)
             if join_round is not None:
                 broadcast_plain(self._rank_group, join_round, [name, *args])
-            return OPERATIONS[name](attachment.averaged_gradients(), *args)
+            attachment.judge()  # of what was unfrozen just now
+            return OPERATIONS[name](attachment.reducer, *args)
 
     def _skip_step(self) -> None:
         """The scaler does not take a step that joined ranks wait for."""
@@ -827,7 +828,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
             self._follow_changes(join_round)
             name, *args = broadcast_plain(self._rank_group, join_round, ())
-            OPERATIONS[name](attachment.averaged_gradients(), *args)
+            attachment.judge()
+            OPERATIONS[name](attachment.reducer, *args)
 
     # ------------------------------------------------------------------ full state dict
 
