@@ -46,7 +46,6 @@ class Attachment:
     def __init__(
         self,
         module: torch.nn.Module,
-        rank_group: RankGroup,
         sharded_params: ShardedParams,
         join: JoinParticipant,
         reduce_dtype: torch.dtype | None,
@@ -54,7 +53,7 @@ class Attachment:
         steps: int,
     ) -> None:
         """``steps`` have been taken. Takes no memory yet: ``ShardedParams.rebuild`` does."""
-        self._rank_group = rank_group
+        self._rank_group = rank_group = join.rank_group
         self._sharded_params = sharded_params
         self._join = join
         self._steps = steps

@@ -320,7 +320,6 @@ class DDPHooks:
         self._comm_hook = _comm_hooks[ddp]
         self._comm_hook.hooks = self
         self._reducer = reducer
-        self._rank_group = join.rank_group
         self._join = join
         self._enter = enter
         self._drop = drop
@@ -378,10 +377,11 @@ class DDPHooks:
         except RuntimeError:  # no backward: this rank has joined
             self._is_queued = False
         self._enter()
-        world = self._rank_group.world_size
+        rank_group = self._reducer.rank_group
+        world = rank_group.world_size
         if not divides_by_all_ranks(self._of_ddp()):
-            active = torch.tensor([int(self._is_queued)], device=self._rank_group.control_device)
-            self._rank_group.total(active).wait()
+            active = torch.tensor([int(self._is_queued)], device=rank_group.control_device)
+            rank_group.total(active).wait()
             world = int(active)
         self._reducer.share = 1 / world
         self._reducer.begin(keeps_back=self._waits_for_joined())

@@ -98,8 +98,7 @@ def full_grad(reducer: GradientReducer, index: int) -> torch.Tensor | None:
             flat_range(full, shard.start, shard.stop).copy_(flat_range(grad, 0, grad.numel()))
     parts = [
         Part(shard.rank, flat_range(full, shard.start, shard.stop))
-        for bucket in range(len(plan.buckets))
-        if any(segment.param == index for segment in plan.segments(bucket))
+        for bucket in reducer.prepared.buckets_of[index]
         for rank in range(plan.world_size)
         for shard in plan.shards_in(bucket, rank)
         if shard.param == index and shard.numel

@@ -21,13 +21,7 @@ import torch
 
 from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import GATHER_TAGS, RankGroup
-from onecopy.comm.interface import (
-    BucketLayout,
-    Buffer,
-    Comm,
-    GradientSlot,
-    ReduceBuffers,
-)
+from onecopy.comm.interface import BucketLayout, Buffer, Comm, GradientSlot, ReduceBuffers
 from onecopy.comm.monitor import Handle, do_nothing
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
