@@ -328,6 +328,8 @@ class DDPHooks:
         self._is_queued = False  # the end of the backward
         self._must_start_over = False
         self._has_ended = True  # the backward of the last forward
+        # When the optimizer was attached, for errors.
+        self._trained = [param for param in ddp.parameters() if param.requires_grad]
         self.has_unsynced = False  # a forward inside no_sync came after the last backward outside
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
         self._join_hook = after_joined(ddp, self._end_joined)
@@ -439,8 +441,8 @@ class DDPHooks:
     @property
     def reduces_nothing(self) -> bool:
         """Whether no parameter whose gradients come here is trained."""
-        reduced = reduced_parameters(self._of_ddp())
-        return bool(reduced) and not any(param.requires_grad for param in reduced)
+        reduced = reduced_parameters(self._of_ddp()) or self._trained
+        return not any(param.requires_grad for param in reduced)
 
     @property
     def ddp_bytes(self) -> int:
