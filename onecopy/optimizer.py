@@ -294,12 +294,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._check_steps:
             with self._rank_group.monitor.noting_errors(f"in step {self._steps + 1}{self._mode}"):
                 self._require_usable_gradients()
-        return self._step(has_run, kwargs, self._join.announce(Turn.STEP))
+        return self._step(has_run, kwargs, self._announce(Turn.STEP))
 
     def _step_in_backward(self) -> None:
         """Called by a DDP communication hook when all gradients have arrived."""
         self._require_usable()
-        self._step(None, {}, self._join.announce(Turn.STEP))
+        self._step(None, {}, self._announce(Turn.STEP))
 
     def _step(self, closure: Any, kwargs: Mapping[str, Any], join_round: JoinRound | None) -> Any:
         """Prepare, and then for each bucket: reduce, update, gather."""
@@ -732,7 +732,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         assert attachment is not None
         self._require_usable()
         attachment.finish_raised()
-        join_round = self._join.announce(Turn.INSPECT)
+        join_round = self._announce(Turn.INSPECT)
         attachment.judge()  # a backward that has raised ends here, on all ranks
         call = f"{name}{shown(args, longest=200)}"
         self._rank_group.monitor.note(f"{call} after {self._steps} steps{self._mode}")
@@ -749,7 +749,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _skip_step(self) -> None:
         """The scaler does not take a step that joined ranks wait for."""
-        self._join.announce(Turn.SKIP)
+        self._announce(Turn.SKIP)
         self._drop_gradients()
 
     def _require_usable_scaler(self) -> None:
@@ -789,6 +789,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group in which ``Join`` communicates."""
         return self.process_group
+
+    def _announce(self, turn: Turn) -> JoinRound | None:
+        """Inside ``Join``: tell the ranks that have joined what comes. None if there are none."""
+        return self._join.announce(turn) if join_config(self).enable else None
 
     def _run_joined(self) -> None:
         """On a joined rank: take part in what the other ranks do."""

@@ -106,7 +106,7 @@ class Attachment:
         """A backward of the bare module begins."""
         if self._rank_group.world_size == 1:
             self._sharded_params.follow_memory()  # one rank alone may have converted the module
-        self._begin_averaging(self._join.announce(Turn.BACKWARD))
+        self._begin_averaging(self._join.announce(Turn.BACKWARD) if self._join.is_active else None)
 
     def follow_backward(self, join_round: JoinRound) -> None:
         """On a joined rank: a backward of the others, of which this rank has no gradients."""
@@ -143,7 +143,8 @@ class Attachment:
     def zero_grad(self) -> None:
         """The user drops the gradients. Joined ranks drop them, too."""
         self.finish_raised()
-        if self._rank_group.monitor.refusal is None and self.reducer.holds_anything:
+        refused = self._rank_group.monitor.refusal is not None
+        if self._join.is_active and self.reducer.holds_anything and not refused:
             self._join.announce(Turn.SKIP)
         self.drop()
 

@@ -133,9 +133,7 @@ class JoinParticipant:
         return optimizer is not None and bool(join_config(optimizer).enable)
 
     def announce(self, turn: Turn) -> JoinRound | None:
-        """Inside ``Join``: tell the joined ranks what comes. None without any. Collective."""
-        if not self.is_active:
-            return None
+        """If ``is_active``: tell the joined ranks what comes. None without any. Collective."""
         optimizer = self.optimizer()
         assert optimizer is not None
         monitor = self.rank_group.monitor
