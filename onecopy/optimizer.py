@@ -60,15 +60,7 @@ from onecopy.comm.group import RankGroup
 from onecopy.comm.monitor import do_nothing
 from onecopy.comm.stats import TRACE_VARIABLES, CommStats, Tracer
 from onecopy.gradients.attachment import Attachment, broadcast_module, require_attachable
-from onecopy.gradients.join import (
-    JoinCallbacks,
-    JoinParticipant,
-    JoinRound,
-    Turn,
-    broadcast_plain,
-    follow_source,
-    send_gradients,
-)
+from onecopy.gradients.join import JoinCallbacks, JoinParticipant, JoinRound, Turn
 from onecopy.gradients.norms import OPERATIONS
 from onecopy.planning.param_groups import (
     GroupPolicy,
@@ -387,11 +379,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._attachment is not None:
             return self._attachment.gradients()
         if join_round is not None:
-            received = send_gradients(
-                self._rank_group, join_round, self._params.plan, self._params.registry.params
-            )
+            received = join_round.send_gradients(self._params.plan, self._params.registry.params)
             if received is not None:  # this rank has joined
-                return self._inner.by_bucket(received).__getitem__
+                return received
         self._require_usable_gradients()  # once more, of what was unfrozen just now
         return None
 
@@ -501,7 +491,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._follow_flags()
         unfrozen = self._params.unfrozen()
         if join_round is not None:
-            unfrozen = follow_source(self._rank_group, join_round, self.param_groups, unfrozen)
+            unfrozen = join_round.follow_source(self.param_groups, unfrozen)
         if unfrozen or not self._params.is_confirmed:
             self._plan_unfrozen(unfrozen)
         self._params.follow_memory()
@@ -591,13 +581,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(module, DistributedDataParallel):
             broadcast_module(self._rank_group, module)
         self._attachment = Attachment(
-            module,
-            self._rank_group,
-            self._params,
-            self._join,
-            reduce_dtype,
-            lazy_gather,
-            self._steps,
+            module, self._params, self._join, reduce_dtype, lazy_gather, self._steps
         )
         # Else hooks would go on taking gradients away from whoever comes next.
         self._last_will = weakref.finalize(self, self._attachment.detach)
@@ -759,8 +743,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 same_outcome(self._rank_group, call, list)
             self._follow_changes(join_round)
             if join_round is not None:
-                broadcast_plain(self._rank_group, join_round, [name, *args])
-            return OPERATIONS[name](attachment.averaged_gradients(), *args)
+                join_round.broadcast([name, *args])
+            attachment.judge()  # of what was unfrozen just now
+            return OPERATIONS[name](attachment.reducer, *args)
 
     def _skip_step(self) -> None:
         """The scaler does not take a step that joined ranks wait for."""
@@ -830,8 +815,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "looking at gradients with the others, joined", is_joined=True
             )
             self._follow_changes(join_round)
-            name, *args = broadcast_plain(self._rank_group, join_round, ())
-            OPERATIONS[name](attachment.averaged_gradients(), *args)
+            name, *args = join_round.broadcast(())
+            attachment.judge()
+            OPERATIONS[name](attachment.reducer, *args)
 
     # ------------------------------------------------------------------ full state dict
 

@@ -5,7 +5,7 @@ averaged during backward, each rank keeps those of its own shards, and ``param.g
 
 A backward, and the calls that follow it::
 
-    hooks  ->  _begin  ->  reducer  ->  judge  ->  averaged_gradients or gradients  ->  used_up
+    hooks  ->  _begin  ->  reducer  ->  judge  ->  norms or gradients  ->  used_up
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from onecopy.gradients.hooks import (
     require_attachable_ddp,
 )
 from onecopy.gradients.join import JoinParticipant, JoinRound, Turn
-from onecopy.gradients.norms import AveragedGradients
 from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import flat_range, is_dense
 from onecopy.planning.param_groups import check_reduce_dtype, check_switches
@@ -46,7 +45,6 @@ class Attachment:
     def __init__(
         self,
         module: torch.nn.Module,
-        rank_group: RankGroup,
         sharded_params: ShardedParams,
         join: JoinParticipant,
         reduce_dtype: torch.dtype | None,
@@ -54,7 +52,7 @@ class Attachment:
         steps: int,
     ) -> None:
         """``steps`` have been taken. Takes no memory yet: ``ShardedParams.rebuild`` does."""
-        self._rank_group = rank_group
+        self._rank_group = rank_group = join.rank_group
         self._sharded_params = sharded_params
         self._join = join
         self._steps = steps
@@ -77,9 +75,9 @@ class Attachment:
         """The plan, or the memory of the parameters, is another one. From which memory gradients
         are sent."""
         self.reducer.prepare(plan, params)
-        self.hooks.follow(params)
+        self.hooks.follow()
         if self._lazy is not None:
-            buckets_of = self.reducer.buckets_of
+            buckets_of = self.reducer.prepared.buckets_of
             self._lazy.follow({params[index]: buckets_of[index] for index in buckets_of})
         return self.reducer.send_buffer
 
@@ -92,7 +90,7 @@ class Attachment:
         if self._rank_group.monitor.refusal is not None:
             sharded_params.all_gathers.queue.discard()
         with contextlib.ExitStack() as undoing:  # in reverse order
-            undoing.callback(self.reducer.release_unused)
+            undoing.callback(self.reducer.queue.release_unused)
             undoing.callback(sharded_params.all_gathers.release_staging)  # it may be the reducer's
             if self._lazy is not None:
                 undoing.callback(self._lazy.remove)
@@ -199,15 +197,6 @@ class Attachment:
         self.require_averaged()
         self.reducer.judge()  # of what was unfrozen just now
         return self.reducer.gradients_in
-
-    def averaged_gradients(self) -> AveragedGradients:
-        """The gradients of this rank's shards, all of which have arrived."""
-        self.judge()
-        inner, params = self._sharded_params.inner, self._sharded_params.registry.params
-        gradients = zip(inner.shards, self.reducer.gradients(), strict=True)
-        parts = [(o.shard, grad) for o, grad in gradients if grad is not None and grad.numel()]
-        plan, present = self._sharded_params.plan, self.reducer.present
-        return AveragedGradients(self._rank_group, plan, params, inner.master_dtype, present, parts)
 
     def used_up(self, steps: int) -> None:
         """A step, the last of ``steps``, has used the gradients."""

@@ -117,15 +117,13 @@ class ModuleHooks(_NotCopied):
         self.has_unsynced = False
         self.is_inside_ddp = False  # as of the last forward
         self._is_queued = False  # the end of the backward
-        self._params: Sequence[torch.Tensor] = ()
         self._begin_lock = threading.RLock()  # one thread per device may see the first gradient
         self._hooked: dict[int, Any] = {}  # handles of hooks, by parameter
         self._handle = module.register_forward_hook(self._after_forward)
 
-    def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Pass on the gradients of these parameters, by their position."""
-        self._params = params
-        _hook_trained(params, self._hooked, self._arrived)
+    def follow(self) -> None:
+        """Pass on the gradients of the reducer's parameters, by their position."""
+        _hook_trained(self._reducer.prepared.params, self._hooked, self._arrived)
 
     # Why: traced by torch.compile it ends in a warning of torch's about the output's `.grad`.
     @disable_dynamo
@@ -157,7 +155,7 @@ class ModuleHooks(_NotCopied):
         if not self._is_queued:
             self._begins(param)
         if not self._reducer.is_active:
-            if index not in self._reducer.buckets_of:
+            if index not in self._reducer.prepared.buckets_of:
                 return  # until the next step, which plans it
             with self._begin_lock:
                 if not self._reducer.is_active:
@@ -175,7 +173,7 @@ class ModuleHooks(_NotCopied):
     def no_sync(self) -> Iterator[None]:
         """In this context gradients stay on this rank, and accumulate."""
         if self._reducer.accumulates:  # also those of parameters that the next step plans
-            _hook_trained(self._params, self._hooked, self._arrived)
+            self.follow()
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -318,15 +316,13 @@ class DDPHooks:
         follows a backward that has raised."""
         if ddp not in _comm_hooks:
             _comm_hooks[ddp] = _CommHook(ddp)
-        self._of_ddp = weakref.ref(ddp)  # which holds on to this through its hook
+        self._of_ddp: Callable[[], Any] = weakref.ref(ddp)  # which holds on to this by its hook
         self._comm_hook = _comm_hooks[ddp]
         self._comm_hook.hooks = self
         self._reducer = reducer
-        self._rank_group = join.rank_group
         self._join = join
         self._enter = enter
         self._drop = drop
-        self._params: Sequence[torch.Tensor] = ()
         self._index: dict[torch.Tensor, int] = {}
         self._accumulating: dict[int, Any] = {}  # handles of hooks, by parameter
         self._is_queued = False  # the end of the backward
@@ -338,23 +334,23 @@ class DDPHooks:
         self._handle = ddp.register_forward_pre_hook(self._before_forward)
         self._join_hook = after_joined(ddp, self._end_joined)
 
-    def follow(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
-        self._index = {param: index for index, param in enumerate(params)}
+    def follow(self) -> None:
+        self._index = {param: index for index, param in enumerate(self._reducer.prepared.params)}
 
     def _before_forward(self, *_: Any) -> None:
         if self.has_raised or (self._must_start_over and not in_backward()):
             self._drop()
         self._has_ended = False
-        ddp: Any = self._of_ddp()
+        ddp = self._of_ddp()
         require_finalization(ddp)  # it may have been set since
         if torch.is_grad_enabled() and not ddp.require_backward_grad_sync:
             self.has_unsynced = True
             if self._reducer.accumulates:
-                _hook_trained(self._params, self._accumulating, self._accumulate)
+                params = self._reducer.prepared.params
+                _hook_trained(params, self._accumulating, self._accumulate)
 
     def _accumulate(self, index: int, param: torch.Tensor) -> None:
-        ddp: Any = self._of_ddp()
+        ddp = self._of_ddp()
         # DDP averages a backward if its forward was outside of no_sync(). If the forward is taken
         # for one inside, nothing is lost: DDP delivers a zero, to which this is added.
         if ddp is not None and not ddp.require_forward_param_sync:
@@ -364,18 +360,11 @@ class DDPHooks:
         """A bucket of DDP is full."""
         if not self._reducer.is_active:
             self._begin()
-        params, gradients = bucket.parameters(), bucket.gradients()
-        strides = list(map(torch.Tensor.stride, params))
-        if list(map(torch.Tensor.stride, gradients)) != strides:
-            # DDP lays each out as its parameter is, and shows it as if it were contiguous.
-            gradients = [
-                grad.as_strided(param.shape, stride, grad.storage_offset())
-                if is_dense(param)
-                else grad
-                for param, grad, stride in zip(params, gradients, strides, strict=True)
-            ]
-        for param, grad in zip(params, gradients, strict=True):
-            index = self._index.get(param)
+        for param, shown in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index, stride, grad = self._index.get(param), param.stride(), shown
+            if grad.stride() != stride and is_dense(param):
+                # DDP lays it out as its parameter is, and shows it as if it were contiguous.
+                grad = grad.as_strided(param.shape, stride, grad.storage_offset())
             if index is not None:  # DDP also has what was frozen and is not ours
                 self._reducer.arrived(index, grad)
         if bucket.is_last() and not self._waits_for_joined():
@@ -390,10 +379,11 @@ class DDPHooks:
         except RuntimeError:  # no backward: this rank has joined
             self._is_queued = False
         self._enter()
-        world = self._rank_group.world_size
+        rank_group = self._reducer.rank_group
+        world = rank_group.world_size
         if not divides_by_all_ranks(self._of_ddp()):
-            active = torch.tensor([int(self._is_queued)], device=self._rank_group.control_device)
-            self._rank_group.total(active).wait()
+            active = torch.tensor([int(self._is_queued)], device=rank_group.control_device)
+            rank_group.total(active).wait()
             world = int(active)
         self._reducer.share = 1 / world
         self._reducer.begin(keeps_back=self._waits_for_joined())
@@ -405,8 +395,7 @@ class DDPHooks:
         when the hook has returned. If the hook waited for a bucket of a rank that waits for DDP,
         neither would ever go on. So buckets are sent when DDP has finished.
         """
-        ddp: Any = self._of_ddp()
-        return bool(ddp.find_unused_parameters and self._join.is_active)
+        return bool(self._of_ddp().find_unused_parameters and self._join.is_active)
 
     def _end_joined(self) -> None:
         """On a joined rank: a backward of the others has come to its end."""
@@ -418,11 +407,10 @@ class DDPHooks:
         present = self._reducer.left_in_params()  # what is not planned keeps what it has
         self._reducer.end(present)
         for index in present:
-            self._params[index].grad = None
+            self._reducer.prepared.params[index].grad = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        ddp: Any = self._of_ddp()
-        context: contextlib.AbstractContextManager[None] = ddp.no_sync()
+        context: contextlib.AbstractContextManager[None] = self._of_ddp().no_sync()
         return context
 
     @property
@@ -446,7 +434,7 @@ class DDPHooks:
         self._is_queued, self._has_ended = False, True
         # Inside a backward DDP's reducer is locked: it has to wait.
         self._must_start_over = in_backward()
-        ddp: Any = self._of_ddp()
+        ddp = self._of_ddp()
         if ddp is not None and not self._must_start_over:
             restart_reducer(ddp)
 
@@ -462,7 +450,7 @@ class DDPHooks:
         option of torch 2.15 and later)."""
         if getattr(self._of_ddp(), "lazy_bucket_allocation", False) and not in_backward():
             return 0
-        trained = [param for param in self._params if param.requires_grad]
+        trained = [param for param in self._reducer.prepared.params if param.requires_grad]
         return sum(param.numel() * param.element_size() for param in trained)
 
     def remove(self) -> None:
@@ -484,15 +472,12 @@ class LazyGather(_NotCopied):
     """
 
     def __init__(self, module: torch.nn.Module, all_gathers: BucketQueue) -> None:
-        self._all_gathers = all_gathers
-        self._own: dict[torch.nn.Module, set[int]] = {}  # buckets of each module's own parameters
-        self._buckets: dict[torch.nn.Module, list[int]] = {}  # that it waits for
-        self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
-        # The others, for ever. A dict, because torch 2.6 cannot trace `in` of a set.
+        self._root, self._all_gathers = module, all_gathers
+        self._buckets: dict[torch.nn.Module, list[int]] = {}  # that each module waits for
+        # Those that did not run in the first forward, for ever. A dict, because torch 2.6 cannot
+        # trace `in` of a set.
         self._not_fired: dict[torch.nn.Module, None] = {}
-        self._knows = False  # which modules' forwards are called
-        self._root_has_waited = False  # for its buckets, since the last step
-        self._root = module
+        self.follow({})
         self._handles: list[Any] = [module.register_forward_hook(self._after_all, always_call=True)]
         each: Any
         for each in module.modules():
@@ -504,17 +489,17 @@ class LazyGather(_NotCopied):
 
     def follow(self, buckets_of: Mapping[torch.Tensor, Sequence[int]]) -> None:
         """Learn which module needs which buckets."""
-        self._own = {
+        self._own = {  # buckets of each module's own parameters
             module: {b for p in module.parameters(recurse=False) for b in buckets_of.get(p, ())}
             for module in self._root.modules()
         }
-        self._knows = False
-        self._fired = set()
-        self._root_has_waited = False
+        self._knows = False  # which modules' forwards are called
+        self._fired: set[torch.nn.Module] = set()  # in the first forward, uncompiled
+        self.stepped()
 
     def stepped(self) -> None:
         """All-gathers are in flight again."""
-        self._root_has_waited = False
+        self._root_has_waited = False  # for its buckets
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         # A wait inside compiled code breaks its graph. So the root waits for modules that are

@@ -8,11 +8,12 @@ optimizer needs only the options: its gradients are reduced to their owners on a
 
 To be read in the order of a turn: ``JoinParticipant.announce`` on the ranks that go on and
 ``JoinParticipant.follow`` on those that have joined meet in ``find_round``; then all ranks call
-``follow_source`` and, in a step, ``send_gradients``.
+``JoinRound.follow_source`` and, in a step, ``JoinRound.send_gradients``.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import itertools
@@ -34,6 +35,7 @@ from onecopy.planning.param_groups import grad_dtype
 from onecopy.planning.plan import Plan
 from onecopy.planning.text import name_ranks
 from onecopy.planning.traits import options_of
+from onecopy.sharding.inner import GradientsOf
 from onecopy.torch_private import join_config
 
 
@@ -49,11 +51,72 @@ class Turn(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class JoinRound:
-    """A turn in which some ranks have joined, and which rank sends them what they need."""
+    """A turn in which some ranks have joined: the source sends them what they need. Its methods are
+    collective."""
 
+    rank_group: RankGroup
     turn: Turn
     source: int
     joined: tuple[int, ...]
+
+    def broadcast(self, mine: Sequence[Any]) -> list[Any]:
+        """The source's list of plain values, on all ranks."""
+        payload = json.dumps(mine).encode() if self.rank_group.rank == self.source else None
+        values: list[Any] = json.loads(self.rank_group.broadcast_bytes(payload, self.source))
+        return values
+
+    def follow_source(
+        self, groups: Sequence[MutableMapping[str, Any]], trainable: Sequence[int]
+    ) -> list[int]:
+        """Give joined ranks the source's options; the parameters that it has newly found trainable.
+
+        Why: on a joined rank neither the scheduler nor the code that unfreezes parameters runs.
+        """
+        mine = [list(trainable), [_encode_options(group) for group in groups]]
+        theirs: list[int]
+        theirs, options = self.broadcast(mine)
+        if self.rank_group.rank not in self.joined:
+            return list(trainable)
+        for group, values in zip(groups, options, strict=True):
+            _set_options(group, values)
+        return theirs
+
+    def send_gradients(self, plan: Plan, params: Sequence[torch.Tensor]) -> GradientsOf | None:
+        """On a joined rank: the gradients of its shards, by bucket. Elsewhere: None."""
+        rank = self.rank_group.rank
+        planned = sorted(plan.params)
+        gradients = [params[index].grad for index in planned]
+        forms = [None if grad is None else grad.layout == torch.strided for grad in gradients]
+        is_dense_grad = self.broadcast(forms)
+        if False in is_dense_grad:
+            raise ValueError(
+                "uneven inputs (Join) with sparse gradients are not supported: use sparse=False"
+            )
+        present = set(itertools.compress(planned, is_dense_grad))
+        for to in self.joined if rank == self.source else ():
+            flats = []
+            for shard in plan.shards(to):
+                param = params[shard.param]
+                if shard.param in present:
+                    assert param.grad is not None
+                    grad = param.grad.detach()
+                    laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
+                    flats.append(flat_range(laid_out, shard.start, shard.stop))
+            send_tensors(self.rank_group, flats, to)
+        if rank not in self.joined:
+            return None
+        flats = []
+        received: dict[int, list[torch.Tensor | None]] = collections.defaultdict(list)
+        for shard in plan.shards(rank):
+            param = params[shard.param]
+            found: torch.Tensor | None = None
+            if shard.param in present:
+                flat = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
+                flats.append(flat)
+                found = flat if shard.param in plan.cut_params else in_form_of(param, flat)
+            received[shard.bucket].append(found)
+        receive_tensors(self.rank_group, {self.source: flats})
+        return received.__getitem__
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,76 +197,7 @@ def find_round(rank_group: RankGroup, mine: Turn) -> JoinRound | None:
     if not joined:
         return None
     ((turn, others),) = ranks.items()
-    return JoinRound(turn, others[0], joined)
-
-
-def follow_source(
-    rank_group: RankGroup,
-    join_round: JoinRound,
-    groups: Sequence[MutableMapping[str, Any]],
-    trainable: Sequence[int],
-) -> list[int]:
-    """Give joined ranks the source's options; the parameters that it has newly found trainable.
-
-    Why: on a joined rank neither the scheduler nor the code that unfreezes parameters runs.
-    """
-    mine = [list(trainable), [_encode_options(group) for group in groups]]
-    theirs: list[int]
-    theirs, options = broadcast_plain(rank_group, join_round, mine)
-    if rank_group.rank not in join_round.joined:
-        return list(trainable)
-    for group, values in zip(groups, options, strict=True):
-        _set_options(group, values)
-    return theirs
-
-
-def broadcast_plain(rank_group: RankGroup, join_round: JoinRound, mine: Sequence[Any]) -> list[Any]:
-    """The source's list of plain values, on all ranks."""
-    is_source = rank_group.rank == join_round.source
-    payload = json.dumps(mine).encode() if is_source else None
-    values: list[Any] = json.loads(rank_group.broadcast_bytes(payload, join_round.source))
-    return values
-
-
-def send_gradients(
-    rank_group: RankGroup, join_round: JoinRound, plan: Plan, params: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None] | None:
-    """On a joined rank: the gradients of its shards, in the plan's order. Elsewhere: None."""
-    is_source = rank_group.rank == join_round.source
-    planned = sorted(plan.params)
-    gradients = [params[index].grad for index in planned]
-    forms = [None if grad is None else grad.layout == torch.strided for grad in gradients]
-    is_dense_grad = broadcast_plain(rank_group, join_round, forms)
-    if False in is_dense_grad:
-        raise ValueError(
-            "uneven inputs (Join) with sparse gradients are not supported: use sparse=False"
-        )
-    present = set(itertools.compress(planned, is_dense_grad))
-    if is_source:
-        for rank in join_round.joined:
-            flats = []
-            for shard in plan.shards(rank):
-                param = params[shard.param]
-                if shard.param in present:
-                    assert param.grad is not None
-                    grad = param.grad.detach()
-                    laid_out = in_layout_of(param, grad) if is_dense(param) else grad.contiguous()
-                    flats.append(flat_range(laid_out, shard.start, shard.stop))
-            send_tensors(rank_group, flats, rank)
-    if rank_group.rank not in join_round.joined:
-        return None
-    flats = []
-    received: list[torch.Tensor | None] = []
-    for shard in plan.shards(rank_group.rank):
-        if shard.param not in present:
-            received.append(None)
-            continue
-        param = params[shard.param]
-        flat = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
-        flats.append(flat)
-        received.append(flat if shard.param in plan.cut_params else in_form_of(param, flat))
-    receive_tensors(rank_group, {join_round.source: flats})
-    return received
+    return JoinRound(rank_group, turn, others[0], joined)
 
 
 def _encode_options(group: MutableMapping[str, Any]) -> dict[str, Any]:

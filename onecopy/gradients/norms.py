@@ -1,24 +1,22 @@
 """Norm, clipping, loss scaling and full tensors of gradients of which every rank owns a part.
 
-The functions are collective, and work on :class:`AveragedGradients`, which
-``Attachment.averaged_gradients`` makes when all gradients have arrived.
+The functions are collective, and take what has reduced the gradients, after ``judge``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from onecopy.comm.group import Part, RankGroup
+from onecopy.gradients.reducer import GradientReducer
 from onecopy.planning.layout import flat_range, is_dense
 from onecopy.planning.param_groups import gradient_dtype
-from onecopy.planning.plan import Plan, Shard
 from onecopy.torch_private import (
     GradScalerBase,
     foreach_copy_,
@@ -28,95 +26,84 @@ from onecopy.torch_private import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AveragedGradients:
-    """The gradients of an attached optimizer. This rank has those of its own shards."""
-
-    rank_group: RankGroup
-    plan: Plan
-    params: Sequence[torch.Tensor]
-    master_dtype: torch.dtype | None
-    present: Collection[int]  # the parameters that have a gradient; the same on all ranks
-    parts: Sequence[tuple[Shard, torch.Tensor]]  # of this rank, in the order of the plan
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Those in which the ranks hold the gradients; real ones for complex gradients."""
-        params, master_dtype = self.params, self.master_dtype
-        return {gradient_dtype(params[index], master_dtype).to_real() for index in self.present}
-
-    def by_dtype(self) -> Iterable[list[torch.Tensor]]:
-        """The gradients of this rank in lists of one device and dtype. Complex ones are viewed as
-        real: torch's kernels for scaling support real numbers only."""
-        lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for _, grad in self.parts:
-            real = torch.view_as_real(grad) if grad.is_complex() else grad
-            lists.setdefault((real.device, real.dtype), []).append(real)
-        return lists.values()
+def _dtypes(reducer: GradientReducer) -> set[torch.dtype]:
+    """Those in which the ranks hold the gradients; real ones for complex gradients."""
+    params, master_dtype = reducer.prepared.params, reducer.master_dtype
+    return {gradient_dtype(params[index], master_dtype).to_real() for index in reducer.present}
 
 
-def grad_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
+def _by_dtype(reducer: GradientReducer) -> Iterable[list[torch.Tensor]]:
+    """The gradients of this rank in lists of one device and dtype. Complex ones are viewed as
+    real: torch's kernels for scaling support real numbers only."""
+    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for _, grad in reducer.gradients():
+        real = torch.view_as_real(grad) if grad.is_complex() else grad
+        lists.setdefault((real.device, real.dtype), []).append(real)
+    return lists.values()
+
+
+def grad_norm(reducer: GradientReducer, norm_type: float) -> torch.Tensor:
     """The norm of all gradients, at least in float32: as narrow as narrow gradients, it would
     lose digits."""
-    dtype = functools.reduce(torch.promote_types, held.dtypes(), torch.float32)
-    return _total_norm(held, norm_type).to(dtype)
+    dtype = functools.reduce(torch.promote_types, _dtypes(reducer), torch.float32)
+    return _total_norm(reducer, norm_type).to(dtype)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    held: AveragedGradients, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    reducer: GradientReducer, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale all gradients as ``torch.nn.utils.clip_grad_norm_`` does; their norm before."""
-    norm = grad_norm(held, norm_type)
+    norm = grad_norm(reducer, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped. To clip them "
             "all the same, pass error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradients in held.by_dtype():
+    for gradients in _by_dtype(reducer):
         foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 
 @torch.no_grad()
-def unscale_(held: AveragedGradients, inv_scale: float, allow_fp16: bool) -> torch.Tensor:
+def unscale_(reducer: GradientReducer, inv_scale: float, allow_fp16: bool) -> torch.Tensor:
     """Undo the scaling of the loss; 1.0 if any rank has found an infinity or NaN, else 0.0."""
-    if torch.float16 in held.dtypes() and not allow_fp16:
+    if torch.float16 in _dtypes(reducer) and not allow_fp16:
         raise ValueError(
             "gradients of float16 parameters cannot be unscaled, as with torch's scaler: build "
             "the optimizer with master_dtype=torch.float32, or keep the parameters in float32 "
             "and use torch.autocast"
         )
-    found_inf = torch.zeros(1, device=held.rank_group.control_device)
-    for gradients in held.by_dtype():
+    found_inf = torch.zeros(1, device=reducer.rank_group.control_device)
+    for gradients in _by_dtype(reducer):
         found = torch.zeros(1, device=gradients[0].device)
         inverse = torch.as_tensor(inv_scale, dtype=torch.float32, device=found.device)
         foreach_unscale_(gradients, found, inverse)
         found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-    held.rank_group.maximum(found_inf).wait()
+    reducer.rank_group.maximum(found_inf).wait()
     return found_inf
 
 
 @torch.no_grad()
-def full_grad(held: AveragedGradients, index: int) -> torch.Tensor | None:
+def full_grad(reducer: GradientReducer, index: int) -> torch.Tensor | None:
     """The gradient of a parameter, on all ranks."""
-    if index not in held.present:
+    if index not in reducer.present:
         return None
-    param, plan = held.params[index], held.plan
-    full = torch.empty_like(param, dtype=gradient_dtype(param, held.master_dtype))
+    param, plan = reducer.prepared.params[index], reducer.prepared.plan
+    full = torch.empty_like(param, dtype=gradient_dtype(param, reducer.master_dtype))
     full = full if is_dense(param) else full.contiguous()
-    for shard, grad in held.parts:
+    for shard, grad in reducer.gradients():
         if shard.param == index:
             flat_range(full, shard.start, shard.stop).copy_(flat_range(grad, 0, grad.numel()))
     parts = [
         Part(shard.rank, flat_range(full, shard.start, shard.stop))
-        for bucket in range(len(plan.buckets))
-        if any(segment.param == index for segment in plan.segments(bucket))
+        for bucket in reducer.prepared.buckets_of[index]
         for rank in range(plan.world_size)
         for shard in plan.shards_in(bucket, rank)
         if shard.param == index and shard.numel
     ]
-    held.rank_group.broadcast_tensors(parts).wait()
+    reducer.rank_group.broadcast_tensors(parts).wait()
     return full
 
 
@@ -132,17 +119,18 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor | None]] = {
 # -------------------------------------------------------------------------- the norm
 
 
-def _total_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
+def _total_norm(reducer: GradientReducer, norm_type: float) -> torch.Tensor:
     """What ``torch.nn.utils.get_total_norm`` gives for the gradients of all parameters that have
     one, as float64. The same on all ranks.
 
     As in torch, it is the norm of the norms of the parameters: that matters for the norm of type
     zero only.
     """
-    device = held.rank_group.control_device
-    rows = {index: row for row, index in enumerate(sorted(held.present))}
+    device = reducer.rank_group.control_device
+    rows = {index: row for row, index in enumerate(sorted(reducer.present))}
     # Why abs: torch warns about some norms of complex numbers.
-    sizes = [(s.param, grad.abs() if grad.is_complex() else grad) for s, grad in held.parts]
+    parts = reducer.gradients()
+    sizes = [(s.param, grad.abs() if grad.is_complex() else grad) for s, grad in parts]
     places: list[int] = []
     norms: list[torch.Tensor] = []
     # 16-bit tensors in float32. Why: in its own dtype the norm of one has three digits, and in
@@ -158,7 +146,7 @@ def _total_norm(held: AveragedGradients, norm_type: float) -> torch.Tensor:
     if norms:  # copied together: no norm is brought to the host by itself
         foreach_copy_(list(values.unbind()), norms)
     at = torch.tensor(places, dtype=torch.int64, device=device)
-    whole = _norms_of_params(held.rank_group, at, values, len(rows), norm_type)
+    whole = _norms_of_params(reducer.rank_group, at, values, len(rows), norm_type)
     total: torch.Tensor = torch.linalg.vector_norm(whole, norm_type) if rows else whole.sum()
     return total
 

@@ -9,8 +9,9 @@ which buckets one came too late, and whether a rank gave up (``UsedParameters``)
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -20,18 +21,12 @@ import torch
 
 from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import GATHER_TAGS, RankGroup
-from onecopy.comm.interface import (
-    BucketLayout,
-    Buffer,
-    Comm,
-    GradientSlot,
-    ReduceBuffers,
-)
+from onecopy.comm.interface import BucketLayout, Buffer, Comm, GradientSlot, ReduceBuffers
 from onecopy.comm.monitor import Handle, do_nothing
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
 from onecopy.planning.param_groups import grad_dtype, gradient_dtype
-from onecopy.planning.plan import Plan, Segment
+from onecopy.planning.plan import Plan, Segment, Shard
 from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_elements, sum_dtype
 from onecopy.planning.text import name_ranks, plural
 from onecopy.sharding.engine import (
@@ -65,7 +60,7 @@ class _Backward:
     is_closed: bool = False  # no thread may launch a bucket any more: it is given up
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """What follows from a plan: replaced as a whole, or not at all."""
 
     plan: Plan
@@ -86,16 +81,16 @@ class GradientReducer:
         master_dtype: torch.dtype | None,
     ) -> None:
         """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
-        self._rank_group = rank_group
-        self._dtypes = reduce_dtype, master_dtype
+        self.rank_group = rank_group
+        self._reduce_dtype, self.master_dtype = reduce_dtype, master_dtype
         self.accumulates = master_dtype is not None  # whether ``accumulate`` may do something
         # Apart from all-gathers and other attachments: ranks on which one backward reaches several
         # attached modules may launch their buckets in different orders.
         self._first_tag = GATHER_TAGS * (1 + rank_group.monitor.status.attachments % _ATTACHMENTS)
         # Gradients of backwards inside no_sync(), by parameter, in the dtype of the master copy.
         self._accumulated: dict[int, torch.Tensor] = {}
-        self._prepared = _Prepared(Plan(rank_group.world_size, 1))  # of no parameter yet
-        self._queue = BucketQueue(
+        self.prepared = Prepared(Plan(rank_group.world_size, 1))  # of no parameter yet
+        self.queue = BucketQueue(
             rank_group, Phase.REDUCE_SCATTER, GradPhase.REDUCING, GradPhase.HELD
         )
         self._backward: _Backward | None = None
@@ -117,20 +112,15 @@ class GradientReducer:
         """Whether a backward is under way."""
         return self._backward is not None
 
-    @property
-    def buckets_of(self) -> Mapping[int, Sequence[int]]:
-        """The buckets in which a planned parameter has a part."""
-        return self._prepared.buckets_of
-
     def begin(self, keeps_back: bool = False) -> _Backward:
         """A backward has begun, on all ranks; ``keeps_back``: no bucket leaves before its end."""
         self.judge()
         self.backwards += 1
         # Frozen ones no bucket waits for; a DDP that was made when they were trained still delivers
         # them.
-        frozen = {i for i, p in enumerate(self._prepared.params) if not p.requires_grad}
-        missing = [{*bucket.params} - frozen for bucket in self._prepared.buckets]
-        self._backward = _Backward(missing, keeps_back, self._queue.launched)
+        frozen = {i for i, p in enumerate(self.prepared.params) if not p.requires_grad}
+        missing = [{*bucket.params} - frozen for bucket in self.prepared.buckets]
+        self._backward = _Backward(missing, keeps_back, self.queue.launched)
         return self._backward
 
     def arrived(self, index: int, grad: torch.Tensor | None = None) -> None:
@@ -141,7 +131,7 @@ class GradientReducer:
         backward = self._backward
         assert backward is not None
         # What was unfrozen and is not planned yet stays in ``param.grad``: see ``catch_up``.
-        numbers = self._prepared.buckets_of.get(index, ())
+        numbers = self.prepared.buckets_of.get(index, ())
         with self._lock:
             if numbers and grad is not None:
                 backward.held.setdefault(index, grad)  # not what comes a second time
@@ -151,7 +141,7 @@ class GradientReducer:
                 missing.discard(index)
                 completes = completes or not missing
         if completes and not backward.keeps_back:
-            self._launch_next(backward, self._prepared.params[index].device)
+            self._launch_next(backward, self.prepared.params[index].device)
 
     @torch.no_grad()
     def _launch_next(self, backward: _Backward, device: torch.device | None = None) -> None:
@@ -159,13 +149,13 @@ class GradientReducer:
 
         Returns if another thread launches a bucket: that one goes on with the next.
         """
-        held, buckets_of = backward.held, self._prepared.buckets_of
+        held, buckets_of = backward.held, self.prepared.buckets_of
         while True:
             try:
                 number = self._claim(backward, device)
                 if number is None:
                     return
-                bucket = self._prepared.buckets[number]
+                bucket = self.prepared.buckets[number]
                 # Other threads may add to the backward meanwhile, but not what this bucket needs:
                 # each operation on a dict or a set is one step of the interpreter.
                 local = [i for i in bucket.params if i not in held or i in self._accumulated]
@@ -188,7 +178,7 @@ class GradientReducer:
             number, is_claimed = self._next(backward), backward.launcher is not None
             if backward.is_closed or is_claimed or number == len(backward.missing):
                 return None
-            wire = self._prepared.buckets[number].wire
+            wire = self.prepared.buckets[number].wire
             if device is not None and (backward.missing[number] or wire.device != device):
                 return None
             backward.launcher = threading.get_ident()
@@ -197,18 +187,18 @@ class GradientReducer:
     def _next(self, backward: _Backward) -> int:
         """The first bucket that has not left. Why counted by the queue, in the same step in which a
         bucket leaves: an interrupt before or after a launch must not change what is next."""
-        return self._queue.launched - backward.origin
+        return self.queue.launched - backward.origin
 
     def _launch(self, bucket: GradBucket, gradients: Mapping[int, torch.Tensor]) -> None:
         """Send a bucket, with gradients by parameter and zeros for those that are missing."""
-        self._queue.launch(bucket, functools.partial(bucket.fill, gradients, self.share))
+        self.queue.launch(bucket, functools.partial(bucket.fill, gradients, self.share))
 
     def _take(
         self, indices: Iterable[int], given: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """The gradients of these parameters, with what was accumulated for them. What is not
         ``given`` is taken from ``param.grad``."""
-        params = self._prepared.params
+        params = self.prepared.params
         found, taken = {}, []
         for index in indices:
             grad = given.get(index)
@@ -243,13 +233,13 @@ class GradientReducer:
         if present is None:
             present = self._late = self._take(self.not_reduced(), {})
         self._backward = None
-        buckets_of = self._prepared.buckets_of
+        buckets_of = self.prepared.buckets_of
         late = {number for index in self._late for number in buckets_of[index]}
         self._post(backward.taken.union(present), late)
 
     def _post(self, present: Iterable[int], late: Iterable[int], gives_up: bool = False) -> None:
         """Tell the other ranks how backward has ended on this one."""
-        group, prepared = self._rank_group, self._prepared
+        group, prepared = self.rank_group, self.prepared
         sizes = len(prepared.params), len(prepared.buckets), group.world_size, 2
         had_gradient, came_late, gave_up, backwards = map(bytearray, sizes)
         for index in present:
@@ -284,48 +274,47 @@ class GradientReducer:
         if not equally_often:
             held = f"with {plural(self.backwards, 'backward')} since the last step or zero_grad()"
             try:
-                same_outcome(self._rank_group, "reducing gradients", lambda: [held])
+                same_outcome(self.rank_group, "reducing gradients", lambda: [held])
             except RanksDisagree:
                 self.drop()  # on all ranks: nobody may step with a part of them
                 raise
         self.present.update(present)
         late, self._late = self._late, {}
         for number in again:
-            self._launch(self._prepared.buckets[number], late)
-        self._queue.wait(again)
+            self._launch(self.prepared.buckets[number], late)
+        self.queue.wait(again)
 
     @torch.no_grad()
     def gradients_in(self, bucket: int) -> list[torch.Tensor | None]:
         """The gradients of this rank's shards in a bucket, in the order of the plan, after
         ``judge``. The other buckets may still be on their way."""
-        self._queue.wait([bucket])
-        views = self._prepared.buckets[bucket].views
-        return [view if index in self.present else None for index, view in views]
+        self.queue.wait([bucket])
+        views = self.prepared.buckets[bucket].views
+        return [view if shard.param in self.present else None for shard, view in views]
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """The same for all buckets, when they have arrived. Collective."""
-        self.judge()
-        return [
-            grad for bucket in self._prepared.buckets for grad in self.gradients_in(bucket.number)
-        ]
+    def gradients(self) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """Those of all shards that have elements, in the order of the plan, after ``judge``."""
+        self.queue.wait()
+        views = itertools.chain.from_iterable(bucket.views for bucket in self.prepared.buckets)
+        return ((s, view) for s, view in views if s.param in self.present and s.numel)
 
     @torch.no_grad()
     def clear(self) -> None:
         """The gradients are used up."""
         assert self._used is None
         # A step waits for what it uses only: buckets in which this rank owns nothing are left.
-        self._queue.wait()
+        self.queue.wait()
         self.present = set()
         self.backwards = 0
-        for bucket in self._prepared.buckets:
+        for bucket in self.prepared.buckets:
             bucket.slot.holds = False
             bucket.move_to(GradPhase.EMPTY)
 
     @property
     def holds_anything(self) -> bool:
         """Whether there are gradients that no step has used. The same on all ranks."""
-        held = any(bucket.slot.holds for bucket in self._prepared.buckets)
-        return bool(held or self._backward or self._queue.in_flight or self._used or self.present)
+        held = any(bucket.slot.holds for bucket in self.prepared.buckets)
+        return bool(held or self._backward or self.queue.in_flight or self._used or self.present)
 
     # ------------------------------------------------------------------ not averaged
 
@@ -333,7 +322,7 @@ class GradientReducer:
     def accumulate(self, index: int, param: torch.Tensor) -> None:
         """The gradient of a backward inside ``no_sync()`` is in ``param.grad``. If the parameter
         has a master copy, add it to what is accumulated in the dtype of that copy."""
-        grad, dtype = param.grad, gradient_dtype(param, self._dtypes[1])
+        grad, dtype = param.grad, gradient_dtype(param, self.master_dtype)
         if grad is None or grad.layout is not torch.strided:
             return  # the next averaged backward refuses what is sparse
         if grad.dtype.itemsize < dtype.itemsize:
@@ -343,14 +332,14 @@ class GradientReducer:
 
     def left_in_params(self) -> list[int]:
         """The planned parameters with a gradient in ``param.grad``: of this rank alone."""
-        gradients = list(map(attrgetter("grad"), self._prepared.params))
+        gradients = list(map(attrgetter("grad"), self.prepared.params))
         if all(map(is_, gradients, repeat(None))):  # nearly always, and there may be thousands
             return []
-        return [index for index in self._prepared.buckets_of if gradients[index] is not None]
+        return [index for index in self.prepared.buckets_of if gradients[index] is not None]
 
     def not_reduced(self) -> list[int]:
         """The planned parameters that have a gradient of this rank alone."""
-        accumulated = self._accumulated.keys() & self._prepared.buckets_of.keys()
+        accumulated = self._accumulated.keys() & self.prepared.buckets_of.keys()
         return sorted(accumulated.union(self.left_in_params()))
 
     def catch_up(self) -> None:
@@ -369,17 +358,17 @@ class GradientReducer:
         backward = self._backward or self.begin()
         self._close(backward)
         backward.held.clear()
-        for bucket in self._prepared.buckets[self._next(backward) :]:
+        for bucket in self.prepared.buckets[self._next(backward) :]:
             self._launch(bucket, {})
         self._backward, self._late = None, {}
         self._post((), (), gives_up=True)
         for index in self.left_in_params():
-            self._prepared.params[index].grad = None
+            self.prepared.params[index].grad = None
         self._accumulated.clear()
 
     def _close(self, backward: _Backward) -> None:
         """Let no thread launch a bucket any more, and wait until no other one does."""
-        me, monitor = threading.get_ident(), self._rank_group.monitor
+        me, monitor = threading.get_ident(), self.rank_group.monitor
         patience = monitor.patience()
         with self._launched:
             backward.is_closed = True
@@ -400,14 +389,13 @@ class GradientReducer:
         self._accumulated.clear()
 
     def _drop_averaged(self) -> None:
+        is_working = self.rank_group.monitor.refusal is None
+        if is_working and self._backward is not None:
+            self.give_up()
+        self.queue.discard()
         gave_up: list[int] = []
-        if self._rank_group.monitor.refusal is None:
-            if self._backward is not None:
-                self.give_up()
-            self._queue.discard()
-            if self._used is not None:
-                _, _, gave_up, _ = self._used.read()
-        self._queue.discard()  # without a group, too
+        if is_working and self._used is not None:
+            _, _, gave_up, _ = self._used.read()
         self._backward, self._used, self._late = None, None, {}
         self.clear()
         if gave_up:
@@ -418,7 +406,7 @@ class GradientReducer:
     def prepare(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         """Follow a plan. What is held stays, if the plan only grew. If there is too little memory,
         all is as before."""
-        before = self._prepared
+        before = self.prepared
         forms = one_of_each((p.shape, p.stride(), p.dtype, p.device) for p in params)
         if plan is before.plan and forms == before.forms:  # no more than addresses have changed
             return
@@ -433,13 +421,13 @@ class GradientReducer:
             self._drop_averaged()  # what is accumulated depends on no plan
             kept = ()
         new = range(len(kept), len(plan.buckets))
-        rank = self._rank_group.rank
+        rank, dtypes = self.rank_group.rank, (self._reduce_dtype, self.master_dtype)
         buckets = [
             *kept,
-            *(GradBucket(BucketLayout(plan, i), params, rank, *self._dtypes) for i in new),
+            *(GradBucket(BucketLayout(plan, i), params, rank, *dtypes) for i in new),
         ]
-        comms = [self._queue.comm_for(bucket.wire.device) for bucket in buckets]
-        self._queue.release_unused()
+        comms = [self.queue.comm_for(bucket.wire.device) for bucket in buckets]
+        self.queue.release_unused()
         # May fail: nothing has changed yet.
         staging = allocate_staging(self._requests(plan, buckets, comms))
         ops = [
@@ -462,7 +450,7 @@ class GradientReducer:
             self._new = None  # gradients were dropped
         elif before.params and new and self._new is None:
             self._new = len(kept)
-        self._prepared = _Prepared(plan, params, forms, buckets, buckets_of, set(staging))
+        self.prepared = Prepared(plan, params, forms, buckets, buckets_of, set(staging))
 
     def _requests(
         self, plan: Plan, buckets: Sequence[GradBucket], comms: Sequence[Comm]
@@ -483,25 +471,21 @@ class GradientReducer:
             ]
         return found
 
-    def release_unused(self) -> None:
-        """Let go of memory that belonged to the staging before."""
-        self._queue.release_unused()
-
     def send_buffer(self, bucket: int, dtype: torch.dtype) -> Buffer | None:
         """The memory from which a bucket is sent, for its all-gather, if that is of this dtype."""
-        found = self._prepared.buckets[bucket]
+        found = self.prepared.buckets[bucket]
         return found.send if found.wire.dtype == dtype else None
 
     @property
     def held_bytes(self) -> int:
         """Memory of this rank's gradients, besides ``param.grad``."""
-        slots = sum(bucket.slot.tensor.nbytes for bucket in self._prepared.buckets)
+        slots = sum(bucket.slot.tensor.nbytes for bucket in self.prepared.buckets)
         return slots + sum(grad.nbytes for grad in self._accumulated.values())
 
     @property
     def staged_bytes(self) -> int:
         """Memory that buckets pass through; it is kept between the steps."""
-        return sum(buffer.tensor.nbytes for buffer in self._prepared.staging)
+        return sum(buffer.tensor.nbytes for buffer in self.prepared.staging)
 
 
 # -------------------------------------------------------------------------- a bucket
@@ -533,16 +517,15 @@ class GradBucket(QueuedBucket):
         sent_in = reduce_dtype if param.is_floating_point() else None  # complex ones stay so
         # An empty tensor of the dtype and the device in which it travels.
         self.wire = held.new_empty(0, dtype=sent_in or grad_dtype(param))
-        # For each shard of this rank its parameter, and its gradient in the form of the inner
-        # optimizer's tensor.
-        self.views: list[tuple[int, torch.Tensor]] = []
+        # The shards of this rank, and their gradients in the form of the inner optimizer's tensors.
+        self.views: list[tuple[Shard, torch.Tensor]] = []
         for shard in layout.plan.shards_in(layout.index, rank):
             param = params[shard.param]
             start = layout.offset_of(shard) if shard.numel else 0
             view = held.narrow(0, start, shard.numel)
             if shard.param not in layout.plan.cut_params:
                 view = in_form_of(param, view)
-            self.views.append((shard.param, view))
+            self.views.append((shard, view))
 
     def fill(self, gradients: Mapping[int, torch.Tensor], share: float) -> None:
         """Every gradient to its place, times ``share``; zeros where there is none."""

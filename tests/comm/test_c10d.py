@@ -18,9 +18,9 @@ from inside import (
     FIND_LOCAL_RANKS,
     REDUCE_SCATTER_SINGLE,
     SHARED_MEMORY,
+    held_gradients,
     lanes_of,
     plan_of,
-    reducer_of,
     share_no_memory,
 )
 from models import Mlp, assert_same_on_all_ranks, hooks, seed_of
@@ -117,7 +117,7 @@ def test_parts_of_any_size_are_exchanged_at_once(world: World, partition: str) -
             )
             optimizer.attach(params)
             sum((p * torch.randn_like(p)).sum() for p in params).backward()
-            reducer_of(optimizer).gradients()
+            held_gradients(optimizer)
         found.append(slots(optimizer))
     uneven = [b for b in range(len(found[0])) if not plan_of(optimizer).has_equal_slots(b)]
     assert uneven
@@ -142,7 +142,7 @@ def test_narrow_gradients_are_summed_in_the_dtype_they_are_held_in(world: World,
         # 1 + 1/256 is rounded to 1 in bfloat16.
         share = world.size * (1.0 if world.rank == 0 else 2**-8)
         (param * share).sum().backward()
-        reducer_of(optimizer).gradients()
+        held_gradients(optimizer)
     [slot] = slots(optimizer)
     assert torch.equal(slot, torch.full_like(slot, 1 + (world.size - 1) * 2**-8))
 

@@ -657,7 +657,8 @@ def test_ranks_that_do_different_things_are_all_told(
     if world.rank == first_to_join:
         turn = Turn.JOINED
     if first_to_join is not None and world.size == 2:
-        assert find_round(transport_of(opt), turn) == JoinRound(Turn.SKIP, 1, (0,))
+        rank_group = transport_of(opt)
+        assert find_round(rank_group, turn) == JoinRound(rank_group, Turn.SKIP, 1, (0,))
         return
     with pytest.raises(RanksDisagree, match=rf"STEP\n  rank {world.size - 1}: SKIP"):
         find_round(transport_of(opt), turn)

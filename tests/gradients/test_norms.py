@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attached import EVERY_FEED, AttachedTwins
 from harness import World, distributed
-from inside import reducer_of
+from inside import held_gradients
 from models import BranchNet, MixedNet, Mlp, TiedNet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -216,7 +216,7 @@ def test_an_infinity_in_one_ranks_share_stops_all(world: World, hooks: str) -> N
     scaler.scale(twins.ddp(twins.batch())).backward()
     seen = [
         grad is not None and not torch.isfinite(grad).all()
-        for grad in reducer_of(twins.optimizer).gradients()
+        for grad in held_gradients(twins.optimizer)
     ]
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, any(seen))

@@ -145,7 +145,7 @@ def reducer_of(optimizer: ZeroRedundancyOptimizer) -> GradientReducer:
 
 def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[GradBucket]:
     """The reduce-scatters of an attached optimizer, one per bucket."""
-    return reducer_of(optimizer)._prepared.buckets
+    return reducer_of(optimizer).prepared.buckets
 
 
 def routes_of(bucket: GradBucket) -> ReduceRoutes:
@@ -156,7 +156,7 @@ def routes_of(bucket: GradBucket) -> ReduceRoutes:
 
 def staging_used(reducer: GradientReducer) -> Iterator[tuple[torch.Tensor, int]]:
     """Every buffer of every bucket of ranks that send messages, and the bytes used of it."""
-    for bucket in reducer._prepared.buckets:
+    for bucket in reducer.prepared.buckets:
         op: Any = bucket.op
         yield op._whole, op._whole.nbytes
         tensors = [*dict(op.received).values(), *op._relayed.values()]
@@ -253,7 +253,9 @@ def held_gradients(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor | No
     else ``param.grad`` of all parameters."""
     if not is_attached(optimizer):
         return [param.grad for param in params_of(optimizer)]
-    return reducer_of(optimizer).gradients()
+    reducer = reducer_of(optimizer)
+    reducer.judge()
+    return [grad for bucket in lanes_of(optimizer) for grad in reducer.gradients_in(bucket.number)]
 
 
 def hooked_for_no_sync(optimizer: ZeroRedundancyOptimizer) -> set[int]:
