@@ -34,13 +34,7 @@ from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment
 from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_elements, sum_dtype
 from onecopy.planning.text import name_ranks, plural
-from onecopy.sharding.engine import (
-    BucketQueue,
-    GradPhase,
-    QueuedBucket,
-    StagingRequest,
-    allocate_staging,
-)
+from onecopy.sharding.engine import BucketQueue, QueuedBucket, StagingRequest, allocate_staging
 from onecopy.torch_private import flatten_dense_tensors
 
 _ATTACHMENTS = 4000  # with tags of their own
@@ -95,9 +89,7 @@ class GradientReducer:
         # Gradients of backwards inside no_sync(), by parameter, in the dtype of the master copy.
         self._accumulated: dict[int, torch.Tensor] = {}
         self._prepared = _Prepared(Plan(rank_group.world_size, 1))  # of no parameter yet
-        self._queue = BucketQueue(
-            rank_group, Phase.REDUCE_SCATTER, GradPhase.REDUCING, GradPhase.HELD
-        )
+        self._queue = BucketQueue(rank_group, Phase.REDUCE_SCATTER)
         self._backward: _Backward | None = None
         self._lock = threading.Lock()  # of the backward
         self._launched = threading.Condition(self._lock)  # a launch is over
@@ -319,7 +311,6 @@ class GradientReducer:
         self.backwards = 0
         for bucket in self._prepared.buckets:
             bucket.slot.holds = False
-            bucket.move_to(GradPhase.EMPTY)
 
     @property
     def holds_anything(self) -> bool:
@@ -521,7 +512,7 @@ class GradBucket(QueuedBucket):
         reduce_dtype: torch.dtype | None,
         master_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(layout.index, GradPhase.EMPTY)
+        super().__init__(layout.index)
         self.layout = layout
         indices = [segment.param for segment in layout.plan.segments(layout.index)]
         self.params = frozenset(indices)  # that have a part in it

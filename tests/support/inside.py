@@ -143,6 +143,13 @@ def reducer_of(optimizer: ZeroRedundancyOptimizer) -> GradientReducer:
     return optimizer._attachment.reducer
 
 
+def gradients_in_flight_and_held(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
+    """How many buckets of gradients are in flight, and how many slots hold some."""
+    reducer = reducer_of(optimizer)
+    held = sum(bucket.slot.holds for bucket in reducer._prepared.buckets)
+    return len(reducer._queue.in_flight), held
+
+
 def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[GradBucket]:
     """The reduce-scatters of an attached optimizer, one per bucket."""
     return reducer_of(optimizer)._prepared.buckets
