@@ -23,6 +23,7 @@ from onecopy.comm.group import GATHER_TAGS, RankGroup
 from onecopy.comm.interface import (
     BucketLayout,
     Buffer,
+    Collective,
     Comm,
     GradientSlot,
     ReduceBuffers,
@@ -34,7 +35,7 @@ from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment
 from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_elements, sum_dtype
 from onecopy.planning.text import name_ranks, plural
-from onecopy.sharding.engine import BucketQueue, QueuedBucket, StagingRequest, allocate_staging
+from onecopy.sharding.engine import BucketQueue, StagingRequest, allocate_staging
 from onecopy.torch_private import flatten_dense_tensors
 
 _ATTACHMENTS = 4000  # with tags of their own
@@ -193,7 +194,8 @@ class GradientReducer:
 
     def _launch(self, bucket: GradBucket, gradients: Mapping[int, torch.Tensor]) -> None:
         """Send a bucket, with gradients by parameter and zeros for those that are missing."""
-        self._queue.launch(bucket, functools.partial(bucket.fill, gradients, self.share))
+        fill = functools.partial(bucket.fill, gradients, self.share)
+        self._queue.launch(bucket.number, bucket.op, fill)
 
     def _take(
         self, indices: Iterable[int], given: Mapping[int, torch.Tensor]
@@ -498,11 +500,12 @@ class GradientReducer:
 # -------------------------------------------------------------------------- a bucket
 
 
-class GradBucket(QueuedBucket):
+class GradBucket:
     """A bucket of gradients, and the sum of what this rank owns in it."""
 
     fills: Sequence[GradientFill] = ()
     send: Buffer  # staging of the whole bucket
+    op: Collective
 
     def __init__(
         self,
@@ -512,8 +515,7 @@ class GradBucket(QueuedBucket):
         reduce_dtype: torch.dtype | None,
         master_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(layout.index)
-        self.layout = layout
+        self.layout, self.number = layout, layout.index
         indices = [segment.param for segment in layout.plan.segments(layout.index)]
         self.params = frozenset(indices)  # that have a part in it
         param = params[indices[0]]

@@ -42,15 +42,6 @@ from onecopy.planning.sizes import (
 from onecopy.torch_private import disable_dynamo
 
 
-class QueuedBucket:
-    """A bucket whose collective a ``BucketQueue`` starts."""
-
-    op: Collective
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class BucketQueue:
     """Collectives on buckets: started in order, a few in flight, each completed once."""
 
@@ -64,7 +55,7 @@ class BucketQueue:
         # Of its own. Why: two queues may launch their buckets in different orders on two ranks.
         self._comms: dict[torch.device, Comm] = {}
         self.limit = IN_FLIGHT
-        # By number, the oldest first. A bucket may have got another operation in the meantime.
+        # By the number of the bucket, the oldest first.
         self.in_flight: dict[int, Collective] = {}
         self.launched = 0  # buckets, since construction
 
@@ -79,9 +70,8 @@ class BucketQueue:
             comm.release_unused()
 
     @torch.no_grad()
-    def launch(self, bucket: QueuedBucket, fill: Callable[[], object] | None = None) -> None:
+    def launch(self, number: int, op: Collective, fill: Callable[[], object] | None = None) -> None:
         """Start the operation of a bucket; ``fill`` its buffers before."""
-        number, op = bucket.number, bucket.op
         while len(self.in_flight) >= self.limit:
             self.wait([next(iter(self.in_flight))])
         self.wait([number])
@@ -223,7 +213,7 @@ class AllGathers:
         self._group = group
         self.queue = BucketQueue(group, Phase.ALL_GATHER)
         # None if preparing them has failed for lack of memory or files, and while they change.
-        self.buckets: list[QueuedBucket] | None = []
+        self.buckets: list[Collective] | None = []
         self.order: Sequence[int] = ()  # in which the buckets are to be launched
         self._updated: set[int] = set()  # buckets: this rank's part is new, and not sent yet
         self._params: Sequence[torch.Tensor] = ()
@@ -294,8 +284,7 @@ class AllGathers:
             staging = GatherBuffers(
                 own[0] if packed else None, reused or (own[1] if shared else None)
             )
-            prepared.append(QueuedBucket(number))
-            prepared[-1].op = comm.all_gather(each, staging)
+            prepared.append(comm.all_gather(each, staging))
         self.buckets = prepared
 
     def mark_updated(self, bucket: int) -> None:
@@ -311,7 +300,7 @@ class AllGathers:
             assert self.buckets is not None
             if bucket not in self._updated:
                 raise RuntimeError(f"bucket {bucket} is replicated and cannot become gathering")
-            self.queue.launch(self.buckets[bucket])
+            self.queue.launch(bucket, self.buckets[bucket])
             self._updated.discard(bucket)
 
     def finish(self) -> None:

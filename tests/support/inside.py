@@ -105,7 +105,7 @@ def gathers_of(optimizer: ZeroRedundancyOptimizer) -> list[Any]:
     """The prepared all-gathers, one per bucket."""
     buckets = optimizer._params.all_gathers.buckets
     assert buckets is not None
-    return [bucket.op for bucket in buckets]
+    return list(buckets)
 
 
 def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[PreparedGather]:
