@@ -200,14 +200,8 @@ SendBuffers = Callable[[int, torch.dtype], Buffer | None]
 
 
 class AllGathers:
-    """Sends what the owners have updated, bucket by bucket::
-
-    for bucket in all_gathers.order:
-        all_gathers.mark_updated(bucket)
-        ...  # this rank's part of the bucket is updated
-        all_gathers.launch(bucket)
-    all_gathers.finish()
-    """
+    """Sends what the owners have updated: for each bucket in ``order``, ``mark_updated`` before
+    this rank's part of it changes, and then ``launch``."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -216,9 +210,7 @@ class AllGathers:
         self.buckets: list[Collective] | None = []
         self.order: Sequence[int] = ()  # in which the buckets are to be launched
         self._updated: set[int] = set()  # buckets: this rank's part is new, and not sent yet
-        self._params: Sequence[torch.Tensor] = ()
         self._staging: Collection[Buffer] = ()
-        self._is_lazy = False
 
     def release_staging(self) -> None:
         """It is about to change: nothing can be gathered before ``prepare``."""
@@ -241,10 +233,8 @@ class AllGathers:
         them.
         """
         self.release_staging()
-        self._is_lazy = lazy
         numbers = range(len(plan.buckets))
         self.order = numbers[::-1] if lazy else numbers
-        self._params = [params[index] for index in sorted(plan.params)]
         if self._group.world_size == 1:
             self.buckets = []
             return
@@ -302,15 +292,6 @@ class AllGathers:
                 raise RuntimeError(f"bucket {bucket} is replicated and cannot become gathering")
             self.queue.launch(bucket, self.buckets[bucket])
             self._updated.discard(bucket)
-
-    def finish(self) -> None:
-        """All buckets were launched: wait for them, unless that is left to others."""
-        if not self._is_lazy:
-            self.queue.wait()
-        # What arrives in place does not pass through autograd: without this, a backward through a
-        # graph built before the step would silently use the new values.
-        if self.buckets:
-            torch.autograd.graph.increment_version(self._params)
 
     @property
     def staged_bytes(self) -> int:

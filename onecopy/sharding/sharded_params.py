@@ -193,12 +193,12 @@ class ShardedParams:
         if self._flat is not None:
             self._flat.adopt(self.plan, self.registry.params)
         self.inner.rebind()
-        self.all_gathers.release_staging()
+        self.all_gathers.release_staging()  # until all is prepared, the next step comes here again
         params = self.registry.params
-        send_buffers = None if self.follower is None else self.follower(self.plan, params)
-        self.all_gathers.prepare(self.plan, params, self._flat, self.gathers_lazily, send_buffers)
         self._memory = MemoryWatch(self.registry.planned(self.plan))
         self._unplanned = [params[index] for index in self.registry.unplanned(self.plan)]
+        send_buffers = None if self.follower is None else self.follower(self.plan, params)
+        self.all_gathers.prepare(self.plan, params, self._flat, self.gathers_lazily, send_buffers)
 
     def find_modules(self) -> None:
         """Find the modules that use the parameters, to notice when they no longer do."""
@@ -299,11 +299,14 @@ class ShardedParams:
 
     def finish_step(self) -> None:
         """Wait for the all-gathers, unless they are lazy."""
-        self.all_gathers.finish()
+        if not self.gathers_lazily:
+            self.all_gathers.queue.wait()
+        # What arrives, or is rounded, in place does not pass through autograd: without this, a
+        # backward through a graph built before the step would silently use the new values.
+        changed = self._memory.params
         if self._rank_group.world_size == 1:
-            # Else the all-gathers do so for all parameters.
-            masters = self.inner.masters.shards
-            torch.autograd.graph.increment_version([owned.param for owned in masters])
+            changed = [owned.param for owned in self.inner.masters.shards]
+        torch.autograd.graph.increment_version(changed)
         self.inner.masters.remember()
 
     def send_all(self) -> None:
@@ -367,14 +370,14 @@ class MemoryWatch:
     """Remembers the memory and the form of parameters."""
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
-        self._params = [entry.param for entry in entries]
-        self._memory = [one_of_each(map(of, self._params)) for of in _MEMORY]
-        self._forms = list(zip(entries, one_of_each(map(_form, self._params)), strict=True))
+        self.params = [entry.param for entry in entries]
+        self._memory = [one_of_each(map(of, self.params)) for of in _MEMORY]
+        self._forms = list(zip(entries, one_of_each(map(_form, self.params)), strict=True))
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory, or views the same memory in another way."""
         return any(
-            list(map(of, self._params)) != known
+            list(map(of, self.params)) != known
             for of, known in zip(_MEMORY, self._memory, strict=True)
         )
 
