@@ -391,7 +391,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._rank_group, join_round, self._params.plan, self._params.registry.params
             )
             if received is not None:  # this rank has joined
-                return self._inner.by_bucket(received).__getitem__
+                return received.__getitem__
         self._require_usable_gradients()  # once more, of what was unfrozen just now
         return None
 

@@ -18,7 +18,8 @@ import enum
 import itertools
 import json
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +168,8 @@ def broadcast_plain(rank_group: RankGroup, join_round: JoinRound, mine: Sequence
 
 def send_gradients(
     rank_group: RankGroup, join_round: JoinRound, plan: Plan, params: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None] | None:
-    """On a joined rank: the gradients of its shards, in the plan's order. Elsewhere: None."""
+) -> Mapping[int, list[torch.Tensor | None]] | None:
+    """On a joined rank: the gradients of its shards, by bucket. Elsewhere: None."""
     is_source = rank_group.rank == join_round.source
     planned = sorted(plan.params)
     gradients = [params[index].grad for index in planned]
@@ -193,15 +194,16 @@ def send_gradients(
     if rank_group.rank not in join_round.joined:
         return None
     flats = []
-    received: list[torch.Tensor | None] = []
+    received: Mapping[int, list[torch.Tensor | None]] = defaultdict(list)
     for shard in plan.shards(rank_group.rank):
         if shard.param not in present:
-            received.append(None)
+            received[shard.bucket].append(None)
             continue
         param = params[shard.param]
         flat = torch.empty(shard.numel, dtype=grad_dtype(param), device=param.device)
         flats.append(flat)
-        received.append(flat if shard.param in plan.cut_params else in_form_of(param, flat))
+        is_cut = shard.param in plan.cut_params
+        received[shard.bucket].append(flat if is_cut else in_form_of(param, flat))
     receive_tensors(rank_group, {join_round.source: flats})
     return received
 

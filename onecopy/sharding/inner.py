@@ -12,7 +12,6 @@ writes into a parameter (``module.load_state_dict``, ``clamp_``), its master cop
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -520,15 +519,6 @@ class InnerOptimizers:
         finally:
             for tensor, grad in bound:
                 tensor.grad = grad
-
-    def by_bucket(
-        self, gradients: Sequence[torch.Tensor | None]
-    ) -> dict[int, list[torch.Tensor | None]]:
-        """Gradients of all shards, in the order of the plan, by their buckets."""
-        found: dict[int, list[torch.Tensor | None]] = collections.defaultdict(list)
-        for owned, grad in zip(self.shards, gradients, strict=True):
-            found[owned.shard.bucket].append(grad)
-        return found
 
     # ------------------------------------------------------------------ master copies
 
