@@ -65,7 +65,9 @@ KILL_POINTS = (
     KillPoint("step", "after", "torch.optim:AdamW.step", calls=6),
     KillPoint("gather", "before", "onecopy.sharding.engine:AllGathers.launch", calls=6),
     KillPoint("gather", "after", "onecopy.sharding.engine:AllGathers.launch", calls=6),
-    KillPoint("gather", "before", "onecopy.sharding.engine:AllGathers.finish", calls=2),
+    KillPoint(
+        "gather", "before", "onecopy.sharding.sharded_params:ShardedParams.finish_step", calls=2
+    ),
     _sharing("before", "onecopy.comm.gloo.comm:SharedBuffer.wait_until_read"),
     _sharing("after", "onecopy.comm.gloo.comm:GlooComm.share"),
     _sharing("before", "onecopy.comm.gloo.local_ranks:SharedRead.arrive"),

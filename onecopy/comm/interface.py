@@ -133,7 +133,7 @@ class BucketParams:
         plan, index = self.layout.plan, self.layout.index
         return [shard for shard in plan.shards_in(index, owner) if shard.numel]
 
-    def view(self, part: Shard | Segment) -> torch.Tensor:
+    def view(self, part: Segment) -> torch.Tensor:
         """A run of memory, or a tensor with gaps."""
         return part_of(self.params[part.param], part.start, part.stop)
 

@@ -21,7 +21,14 @@ import torch
 
 from onecopy.comm.agreement import RanksDisagree, same_outcome
 from onecopy.comm.group import GATHER_TAGS, RankGroup
-from onecopy.comm.interface import BucketLayout, Buffer, Comm, GradientSlot, ReduceBuffers
+from onecopy.comm.interface import (
+    BucketLayout,
+    Buffer,
+    Collective,
+    Comm,
+    GradientSlot,
+    ReduceBuffers,
+)
 from onecopy.comm.monitor import Handle, do_nothing
 from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
@@ -29,13 +36,7 @@ from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment, Shard
 from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_elements, sum_dtype
 from onecopy.planning.text import name_ranks, plural
-from onecopy.sharding.engine import (
-    BucketQueue,
-    GradPhase,
-    QueuedBucket,
-    StagingRequest,
-    allocate_staging,
-)
+from onecopy.sharding.engine import BucketQueue, StagingRequest, allocate_staging
 from onecopy.torch_private import flatten_dense_tensors
 
 _ATTACHMENTS = 4000  # with tags of their own
@@ -90,9 +91,7 @@ class GradientReducer:
         # Gradients of backwards inside no_sync(), by parameter, in the dtype of the master copy.
         self._accumulated: dict[int, torch.Tensor] = {}
         self.prepared = Prepared(Plan(rank_group.world_size, 1))  # of no parameter yet
-        self.queue = BucketQueue(
-            rank_group, Phase.REDUCE_SCATTER, GradPhase.REDUCING, GradPhase.HELD
-        )
+        self.queue = BucketQueue(rank_group, Phase.REDUCE_SCATTER)
         self._backward: _Backward | None = None
         self._lock = threading.Lock()  # of the backward
         self._launched = threading.Condition(self._lock)  # a launch is over
@@ -191,7 +190,8 @@ class GradientReducer:
 
     def _launch(self, bucket: GradBucket, gradients: Mapping[int, torch.Tensor]) -> None:
         """Send a bucket, with gradients by parameter and zeros for those that are missing."""
-        self.queue.launch(bucket, functools.partial(bucket.fill, gradients, self.share))
+        fill = functools.partial(bucket.fill, gradients, self.share)
+        self.queue.launch(bucket.number, bucket.op, fill)
 
     def _take(
         self, indices: Iterable[int], given: Mapping[int, torch.Tensor]
@@ -308,7 +308,6 @@ class GradientReducer:
         self.backwards = 0
         for bucket in self.prepared.buckets:
             bucket.slot.holds = False
-            bucket.move_to(GradPhase.EMPTY)
 
     @property
     def holds_anything(self) -> bool:
@@ -491,11 +490,12 @@ class GradientReducer:
 # -------------------------------------------------------------------------- a bucket
 
 
-class GradBucket(QueuedBucket):
+class GradBucket:
     """A bucket of gradients, and the sum of what this rank owns in it."""
 
     fills: Sequence[GradientFill] = ()
     send: Buffer  # staging of the whole bucket
+    op: Collective
 
     def __init__(
         self,
@@ -505,8 +505,7 @@ class GradBucket(QueuedBucket):
         reduce_dtype: torch.dtype | None,
         master_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(layout.index, GradPhase.EMPTY)
-        self.layout = layout
+        self.layout, self.number = layout, layout.index
         indices = [segment.param for segment in layout.plan.segments(layout.index)]
         self.params = frozenset(indices)  # that have a part in it
         param = params[indices[0]]

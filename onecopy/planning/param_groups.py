@@ -498,11 +498,8 @@ class ParamRegistry:
         """What all ranks must have alike of parameters and groups, as lines to compare."""
         lines = []
         for number, (group, policy) in enumerate(zip(groups, self.policies, strict=True)):
-            cls = policy.optimizer_class
-            lines.append(
-                f"group {number}: {cls.__module__}.{cls.__qualname__}, {policy.kind.value}, "
-                f"{len(group['params'])} parameters"
-            )
+            counted = f"{len(group['params'])} parameters"
+            lines.append(f"group {number}: {policy.class_name}, {policy.kind.value}, {counted}")
             for key, value in sorted(options_of(group).items()):
                 lines.append(f"group {number}: {key} = {_describe_value(value)}")
         devices = device_names(self.params)
@@ -545,10 +542,9 @@ def empty_plan(
     """A plan of nothing; by default its buckets have the size for the parameters of the groups."""
     params = [param for group in groups for param in group["params"]]
     numbytes = sum(p.numel() * p.element_size() for p in params)
-    if bucket_mb is None:
-        return make_plan([], world_size, default_bucket_mb(numbytes))
-    plan = make_plan([], world_size, bucket_mb)
-    if numbytes > plan.bucket_bytes * _MOST_BUCKETS:
+    chosen = default_bucket_mb(numbytes) if bucket_mb is None else bucket_mb
+    plan = make_plan([], world_size, chosen)
+    if bucket_mb is not None and numbytes > plan.bucket_bytes * _MOST_BUCKETS:
         raise ValueError(
             f"bucket_mb={bucket_mb} would cut these parameters into more than {_MOST_BUCKETS:,} "
             "buckets: leave it out, or say more"

@@ -94,19 +94,11 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Segment):
     """The part of a parameter that one rank owns in one bucket."""
 
-    param: int
-    start: int
-    stop: int
     bucket: int
     rank: int
-    offset: int  # of `start` within the bucket
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +247,7 @@ class Plan:
         for i, first, last in stream.between(start, stop):
             if stream.kind is Kind.ELEMENTWISE or stream.owners[i] == rank:
                 offset = stream.starts[i] + first - b.start
-                yield Shard(stream.params[i], first, last, bucket, rank, offset)
+                yield Shard(stream.params[i], first, last, offset, bucket, rank)
 
     @cached_property
     def cut_params(self) -> frozenset[int]:

@@ -1,12 +1,13 @@
 """The bucket engine: a queue of bucket collectives, its memory, and the all-gathers of parameters.
 
-One queue exists for the all-gathers of an optimizer and one for its reduce-scatters. What is
-started depends on the plan only, in its order, never on which gradients exist. A bucket has a phase
-for its parameters and one for its gradients, because with ``lazy_gather`` its parameters may be in
-flight while its gradients already fill::
+One queue exists for the all-gathers of an optimizer and one for its reduce-scatters, because with
+``lazy_gather`` the parameters of a bucket may be in flight while its gradients already fill. What
+is started depends on the plan only, in its order, never on which gradients exist::
 
-    parameters   REPLICATED -> UPDATED -> GATHERING -> REPLICATED
-    gradients    EMPTY -> REDUCING -> HELD -> (REDUCING: another backward) ... -> EMPTY
+    parameters   replicated -> updated -> in flight -> replicated
+    gradients    none -> in flight -> held -> (in flight: another backward) ... -> none
+
+No field repeats what others say: `BucketQueue.in_flight`, `AllGathers`, and ``GradientSlot.holds``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -42,56 +42,11 @@ from onecopy.planning.sizes import (
 from onecopy.torch_private import disable_dynamo
 
 
-class ParamPhase(Enum):
-    REPLICATED = "replicated"  # every rank holds the same values
-    UPDATED = "updated"  # this rank's part is new; the others' are not here yet
-    GATHERING = "gathering"  # an all-gather is in flight
-
-
-class GradPhase(Enum):
-    EMPTY = "empty"  # no gradient is held
-    REDUCING = "reducing"  # a reduce-scatter is in flight
-    HELD = "held"  # this rank holds its part of the average
-
-
-_MOVES: dict[Enum, tuple[Enum, ...]] = {
-    ParamPhase.REPLICATED: (ParamPhase.UPDATED,),
-    ParamPhase.UPDATED: (ParamPhase.GATHERING,),
-    ParamPhase.GATHERING: (ParamPhase.REPLICATED,),
-    GradPhase.EMPTY: (GradPhase.REDUCING,),
-    GradPhase.REDUCING: (GradPhase.HELD,),
-    GradPhase.HELD: (GradPhase.REDUCING, GradPhase.EMPTY),
-}
-
-
-class QueuedBucket:
-    """A bucket whose collective a ``BucketQueue`` starts."""
-
-    op: Collective
-
-    def __init__(self, number: int, phase: Enum) -> None:
-        self.number, self.phase = number, phase
-
-    def require_move(self, phase: Enum) -> None:
-        """Raise unless the bucket may enter a phase now; to stay is no move."""
-        if phase is not self.phase and phase not in _MOVES[self.phase]:
-            raise RuntimeError(
-                f"bucket {self.number} is {self.phase.value} and cannot become {phase.value}"
-            )
-
-    def move_to(self, phase: Enum) -> None:
-        self.require_move(phase)
-        self.phase = phase
-
-
 class BucketQueue:
     """Collectives on buckets: started in order, a few in flight, each completed once."""
 
-    def __init__(self, group: RankGroup, phase: Phase, in_flight: Enum, done: Enum) -> None:
-        """``in_flight`` and ``done``: the phases of a bucket until its collective is complete, and
-        then."""
+    def __init__(self, group: RankGroup, phase: Phase) -> None:
         self._group, self._phase = group, phase
-        self._in_flight_phase, self._done_phase = in_flight, done
         # A reduce-scatter that was sent, or added up, in part can never be repeated: the group is
         # given up. Copies of parameters can.
         can_be_repeated = phase is Phase.ALL_GATHER
@@ -100,8 +55,8 @@ class BucketQueue:
         # Of its own. Why: two queues may launch their buckets in different orders on two ranks.
         self._comms: dict[torch.device, Comm] = {}
         self.limit = IN_FLIGHT
-        # By number, the oldest first. A bucket may have got another operation in the meantime.
-        self.in_flight: dict[int, tuple[QueuedBucket, Collective]] = {}
+        # By the number of the bucket, the oldest first.
+        self.in_flight: dict[int, Collective] = {}
         self.launched = 0  # buckets, since construction
 
     def comm_for(self, device: torch.device) -> Comm:
@@ -115,13 +70,11 @@ class BucketQueue:
             comm.release_unused()
 
     @torch.no_grad()
-    def launch(self, bucket: QueuedBucket, fill: Callable[[], object] | None = None) -> None:
+    def launch(self, number: int, op: Collective, fill: Callable[[], object] | None = None) -> None:
         """Start the operation of a bucket; ``fill`` its buffers before."""
-        number, op = bucket.number, bucket.op
         while len(self.in_flight) >= self.limit:
             self.wait([next(iter(self.in_flight))])
         self.wait([number])
-        bucket.require_move(self._in_flight_phase)
         for buffer in op.buffers:
             if buffer.wait_for_user is not None:  # in this queue or in another one
                 buffer.wait_for_user()
@@ -132,10 +85,9 @@ class BucketQueue:
                 fill()
             with self._or_give_up("sending gradients"):
                 op.start()
-                bucket.phase = self._in_flight_phase
                 for buffer in op.buffers:
                     buffer.wait_for_user = functools.partial(self.wait, [number])
-                self.in_flight[number] = bucket, op
+                self.in_flight[number] = op
                 self.launched += 1
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
@@ -147,27 +99,26 @@ class BucketQueue:
     @disable_dynamo  # hooks on modules call it, which may be compiled: nothing to be traced
     @torch.no_grad()
     def _finish(self, number: int) -> None:
-        bucket, op = self.in_flight[number]
+        op = self.in_flight[number]
         with self._group.traffic.waiting(self._phase, number):
             op.wait()
             with self._or_give_up("adding up gradients"):
                 op.complete()
                 # Not before: whoever uses the bucket must not pass for lack of it.
-                self._cross_off(bucket, op)
+                self._cross_off(number, op)
 
-    def _cross_off(self, bucket: QueuedBucket, op: Collective) -> None:
-        bucket.phase = self._done_phase
+    def _cross_off(self, number: int, op: Collective) -> None:
         for buffer in op.buffers:
             buffer.wait_for_user = None
-        del self.in_flight[bucket.number]
+        del self.in_flight[number]
 
     def discard(self) -> None:
         """Wait for all, and use nothing of what arrives. Without a group nothing will arrive."""
-        for bucket, op in list(self.in_flight.values()):
+        for number, op in list(self.in_flight.items()):
             if self._group.monitor.refusal is None:
                 op.wait()
                 op.discard()
-            self._cross_off(bucket, op)
+            self._cross_off(number, op)
 
 
 # -------------------------------------------------------------------------- memory
@@ -249,31 +200,22 @@ SendBuffers = Callable[[int, torch.dtype], Buffer | None]
 
 
 class AllGathers:
-    """Sends what the owners have updated, bucket by bucket::
-
-    for bucket in all_gathers.order:
-        all_gathers.mark_updated(bucket)
-        ...  # this rank's part of the bucket is updated
-        all_gathers.launch(bucket)
-    all_gathers.finish()
-    """
+    """Sends what the owners have updated: for each bucket in ``order``, ``mark_updated`` before
+    this rank's part of it changes, and then ``launch``."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self.queue = BucketQueue(
-            group, Phase.ALL_GATHER, ParamPhase.GATHERING, ParamPhase.REPLICATED
-        )
+        self.queue = BucketQueue(group, Phase.ALL_GATHER)
         # None if preparing them has failed for lack of memory or files, and while they change.
-        self.buckets: list[QueuedBucket] | None = []
+        self.buckets: list[Collective] | None = []
         self.order: Sequence[int] = ()  # in which the buckets are to be launched
-        self._params: Sequence[torch.Tensor] = ()
+        self._updated: set[int] = set()  # buckets: this rank's part is new, and not sent yet
         self._staging: Collection[Buffer] = ()
-        self._is_lazy = False
 
     def release_staging(self) -> None:
         """It is about to change: nothing can be gathered before ``prepare``."""
         self.queue.wait()
-        self.buckets, self._staging = None, ()
+        self.buckets, self._staging, self._updated = None, (), set()
 
     def prepare(
         self,
@@ -291,10 +233,8 @@ class AllGathers:
         them.
         """
         self.release_staging()
-        self._is_lazy = lazy
         numbers = range(len(plan.buckets))
         self.order = numbers[::-1] if lazy else numbers
-        self._params = [params[index] for index in sorted(plan.params)]
         if self._group.world_size == 1:
             self.buckets = []
             return
@@ -334,8 +274,7 @@ class AllGathers:
             staging = GatherBuffers(
                 own[0] if packed else None, reused or (own[1] if shared else None)
             )
-            prepared.append(QueuedBucket(number, ParamPhase.REPLICATED))
-            prepared[-1].op = comm.all_gather(each, staging)
+            prepared.append(comm.all_gather(each, staging))
         self.buckets = prepared
 
     def mark_updated(self, bucket: int) -> None:
@@ -343,22 +282,16 @@ class AllGathers:
         if self._group.world_size > 1:
             assert self.buckets is not None  # whoever steps has seen to that
             self.queue.wait([bucket])
-            self.buckets[bucket].move_to(ParamPhase.UPDATED)
+            self._updated.add(bucket)
 
     def launch(self, bucket: int) -> None:
         """Send this rank's part of a bucket, and receive the others', in the background."""
         if self._group.world_size > 1:
             assert self.buckets is not None
-            self.queue.launch(self.buckets[bucket])
-
-    def finish(self) -> None:
-        """All buckets were launched: wait for them, unless that is left to others."""
-        if not self._is_lazy:
-            self.queue.wait()
-        # What arrives in place does not pass through autograd: without this, a backward through a
-        # graph built before the step would silently use the new values.
-        if self.buckets:
-            torch.autograd.graph.increment_version(self._params)
+            if bucket not in self._updated:
+                raise RuntimeError(f"bucket {bucket} is replicated and cannot become gathering")
+            self.queue.launch(bucket, self.buckets[bucket])
+            self._updated.discard(bucket)
 
     @property
     def staged_bytes(self) -> int:

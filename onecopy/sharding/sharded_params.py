@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -193,12 +193,12 @@ class ShardedParams:
         if self._flat is not None:
             self._flat.adopt(self.plan, self.registry.params)
         self.inner.rebind()
-        self.all_gathers.release_staging()
+        self.all_gathers.release_staging()  # until all is prepared, the next step comes here again
         params = self.registry.params
-        send_buffers = None if self.follower is None else self.follower(self.plan, params)
-        self.all_gathers.prepare(self.plan, params, self._flat, self.gathers_lazily, send_buffers)
         self._memory = MemoryWatch(self.registry.planned(self.plan))
         self._unplanned = [params[index] for index in self.registry.unplanned(self.plan)]
+        send_buffers = None if self.follower is None else self.follower(self.plan, params)
+        self.all_gathers.prepare(self.plan, params, self._flat, self.gathers_lazily, send_buffers)
 
     def find_modules(self) -> None:
         """Find the modules that use the parameters, to notice when they no longer do."""
@@ -299,11 +299,14 @@ class ShardedParams:
 
     def finish_step(self) -> None:
         """Wait for the all-gathers, unless they are lazy."""
-        self.all_gathers.finish()
+        if not self.gathers_lazily:
+            self.all_gathers.queue.wait()
+        # What arrives, or is rounded, in place does not pass through autograd: without this, a
+        # backward through a graph built before the step would silently use the new values.
+        changed = self._memory.params
         if self._rank_group.world_size == 1:
-            # Else the all-gathers do so for all parameters.
-            masters = self.inner.masters.shards
-            torch.autograd.graph.increment_version([owned.param for owned in masters])
+            changed = [owned.param for owned in self.inner.masters.shards]
+        torch.autograd.graph.increment_version(changed)
         self.inner.masters.remember()
 
     def send_all(self) -> None:
@@ -367,14 +370,14 @@ class MemoryWatch:
     """Remembers the memory and the form of parameters."""
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
-        self._params = [entry.param for entry in entries]
-        self._memory = [one_of_each(map(of, self._params)) for of in _MEMORY]
-        self._forms = list(zip(entries, one_of_each(map(_form, self._params)), strict=True))
+        self.params = [entry.param for entry in entries]
+        self._memory = [one_of_each(map(of, self.params)) for of in _MEMORY]
+        self._forms = list(zip(entries, one_of_each(map(_form, self.params)), strict=True))
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory, or views the same memory in another way."""
         return any(
-            list(map(of, self._params)) != known
+            list(map(of, self.params)) != known
             for of, known in zip(_MEMORY, self._memory, strict=True)
         )
 
@@ -413,16 +416,19 @@ class ModuleWatch:
         ours = {id(entry.param): entry for entry in entries}
         self._dead: list[Any] = []  # references to modules that have died
         modules = list(all_modules()) if ours else []
-        params = [entry.param for entry in entries]
-        self.names = find_names(params, find_holders(params, modules))
+        walked = walk([module for module, _ in modules])
+        self.names = find_names([entry.param for entry in entries], walked)
         self._remember(
             _Place(weakref.ref(module, self._dead.append), table, name, ours[id(param)])
             for module, table in modules
             for name, param in table.items()
             if id(param) in ours
         )
-        ddps = (module for module, _ in modules if isinstance(module, DistributedDataParallel))
-        self._ddps = weakref.WeakSet(ddp for ddp in ddps if _holds_any(ddp, ours))
+        self._ddps = weakref.WeakSet(
+            module
+            for module, names in walked
+            if isinstance(module, DistributedDataParallel) and any(id(p) in ours for p in names)
+        )
 
     def _remember(self, places: Iterable[_Place]) -> None:
         self._places = list(places)
@@ -476,19 +482,23 @@ class ModuleWatch:
 ParameterTable = dict[str, torch.Tensor | None]  # the parameters of a module itself, by name
 
 
-def names_in(module: torch.nn.Module, prefix: str = "") -> dict[torch.Tensor, str]:
+def names_in(
+    module: torch.nn.Module, known: dict[int, dict[torch.Tensor, str]] | None = None
+) -> dict[torch.Tensor, str]:
     """The parameters of a module with their names, without wrappers; a tied parameter has its
-    first name."""
-    # Why not module.named_parameters: a class may override it with other arguments.
-    own = torch.nn.Module.named_parameters(module, recurse=False)
-    found: dict[torch.Tensor, str] = {param: prefix + name for name, param in own}
-    is_ddp = isinstance(module, DistributedDataParallel)
-    for name, child in torch.nn.Module.named_children(module):
-        is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
-        inside = names_in(child, prefix if is_wrapper else f"{prefix}{name}.")
-        for param, inner_name in inside.items():
-            found.setdefault(param, inner_name)
-    return found
+    first name. ``known``: the result for modules that were walked before, by ``id``."""
+    known = {} if known is None else known
+    if id(module) not in known:
+        # Why not module.named_parameters: a class may override it with other arguments.
+        own = torch.nn.Module.named_parameters(module, recurse=False)
+        found: dict[torch.Tensor, str] = {param: name for name, param in own}
+        is_ddp = isinstance(module, DistributedDataParallel)
+        for name, child in torch.nn.Module.named_children(module):
+            is_wrapper = name in WRAPPED_MODULES or (is_ddp and name == "module")
+            for param, inner_name in names_in(child, known).items():
+                found.setdefault(param, inner_name if is_wrapper else f"{name}.{inner_name}")
+        known[id(module)] = found
+    return known[id(module)]
 
 
 def all_modules() -> Iterator[tuple[torch.nn.Module, ParameterTable]]:
@@ -505,13 +515,17 @@ def all_modules() -> Iterator[tuple[torch.nn.Module, ParameterTable]]:
                 yield obj, table
 
 
-def _holds_any(module: torch.nn.Module, params: Container[int]) -> bool:
-    """Whether a module has one of these parameters, by ``id``, itself or in its children. A
-    TorchScript module has no table in Python, so this asks for names."""
-    try:
-        return any(id(param) in params for param in names_in(module))
-    except Exception:  # as in all_modules
-        return False
+def walk(
+    modules: Iterable[torch.nn.Module],
+) -> list[tuple[torch.nn.Module, dict[torch.Tensor, str]]]:
+    """Modules with the names of the parameters in them, without those that cannot be walked, such
+    as one that contains itself."""
+    known: dict[int, dict[torch.Tensor, str]] = {}
+    found = []
+    for module in modules:
+        with contextlib.suppress(Exception):  # as in all_modules
+            found.append((module, names_in(module, known)))
+    return found
 
 
 class ModuleNames(NamedTuple):
@@ -521,79 +535,53 @@ class ModuleNames(NamedTuple):
     structure: tuple[str, ...]  # the names of all parameters of these modules
 
 
-def find_holders(
-    params: Sequence[torch.Tensor], modules: Sequence[tuple[torch.nn.Module, ParameterTable]]
-) -> list[tuple[torch.nn.Module, set[int]]]:
-    """The modules that hold parameters, themselves or in their children, and the positions of
-    these parameters."""
-    positions = {id(param): position for position, param in enumerate(params)}
-    parents: dict[int, list[torch.nn.Module]] = {}
-    for module, _ in modules:
-        for child in _children(module):
-            parents.setdefault(id(child), []).append(module)
-    holders: dict[int, tuple[torch.nn.Module, set[int]]] = {}
-    for holder, table in modules:
-        own = {positions[id(param)] for param in table.values() if id(param) in positions}
-        above = [holder] if own else []
-        while above:
-            module = above.pop()
-            _, held = holders.setdefault(id(module), (module, set()))
-            if not own <= held:
-                held |= own
-                above += parents.get(id(module), ())
-    return list(holders.values())
-
-
 def find_names(
-    params: Sequence[torch.Tensor], holders: Sequence[tuple[torch.nn.Module, set[int]]]
+    params: Sequence[torch.Tensor],
+    walked: Sequence[tuple[torch.nn.Module, Mapping[torch.Tensor, str]]],
 ) -> ModuleNames:
     """Names for the parameters, relative to the innermost module that holds most of them.
 
     Why the innermost: a wrapper around the model, which may exist on one rank only, must not change
     the names. Parameters of several models get the class of theirs as a prefix.
     """
-    held_by = {id(module): held for module, held in holders}
-    holding: dict[Set[int], list[torch.nn.Module]] = defaultdict(list)
-    for module, held in holders:
-        holding[frozenset(held)].append(module)
+    position_of = {param: position for position, param in enumerate(params)}
+    held_by: dict[int, Set[int]] = {}
+    holding: dict[Set[int], list[tuple[torch.nn.Module, Mapping[torch.Tensor, str]]]] = {}
+    for module, names in walked:
+        held = frozenset(position_of[param] for param in names if param in position_of)
+        held_by[id(module)] = held
+        if held:
+            holding.setdefault(held, []).append((module, names))
     found = [""] * len(params)
     structure: list[str] = []
     unnamed = set(range(len(params)))
-    roots: list[tuple[torch.nn.Module, list[int]]] = []
+    roots: list[tuple[str, list[int]]] = []  # a class, and the parameters that it names
     for together in sorted(holding, key=lambda held: (-len(held), sorted(held))):
         positions = sorted(together & unnamed)
         if not positions:
             continue
         unnamed -= together
         innermost = [
-            module
-            for module in holding[together]
-            if not any(held_by.get(id(child)) == together for child in _children(module))
+            (module, names)
+            for module, names in holding[together]
+            if not any(
+                held_by.get(id(child)) == together
+                for _, child in torch.nn.Module.named_children(module)
+            )
         ]
-        try:
-            namings = [names_in(module) for module in innermost]
-        except Exception:  # a module that contains itself, or cannot be walked, names nothing
-            continue
-        ways = {tuple(naming.get(params[i], "") for i in positions) for naming in namings}
+        ways = {tuple(names[params[i]] for i in positions) for _, names in innermost}
         if len(ways) != 1:
             continue
-        roots.append((innermost[0], positions))
+        module, names = innermost[0]
+        roots.append((type(module).__name__, positions))
         for position, name in zip(positions, ways.pop(), strict=True):
             found[position] = name
-        structure += sorted(namings[0].values())
-    if len(roots) > 1:
-        for module, positions in roots:
-            for position in positions:
-                found[position] = found[position] and f"{type(module).__name__}.{found[position]}"
+        structure += sorted(names.values())
+    for root, positions in roots if len(roots) > 1 else ():
+        for position in positions:
+            found[position] = f"{root}.{found[position]}"
     counts = Counter(found)
     return ModuleNames(tuple(name if counts[name] == 1 else "" for name in found), tuple(structure))
-
-
-def _children(module: torch.nn.Module) -> list[torch.nn.Module]:
-    try:
-        return [child for _, child in torch.nn.Module.named_children(module)]
-    except Exception:  # as in all_modules
-        return []
 
 
 def _value(param: torch.Tensor) -> str:

@@ -70,13 +70,13 @@ def test_a_bucket_that_is_being_launched_is_launched_by_nobody_else(world: World
     launched: list[tuple[int, str]] = []
     launch = BucketQueue.launch
 
-    def interrupted(queue: BucketQueue, lane: Any, *args: Any) -> None:
-        launched.append((lane.number, "begins"))
-        if lane.number == at and launched.count((at, "begins")) == 1:
+    def interrupted(queue: BucketQueue, number: int, *args: Any) -> None:
+        launched.append((number, "begins"))
+        if number == at and launched.count((at, "begins")) == 1:
             rest = in_thread(lambda: [reducer.arrived(i) for i in range(PARAMS - 1 - at)] and None)
             assert not rest.is_alive()  # it leaves the launching to this thread, and goes on
-        launch(queue, lane, *args)
-        launched.append((lane.number, "ends"))
+        launch(queue, number, *args)
+        launched.append((number, "ends"))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketQueue, "launch", interrupted)
@@ -152,14 +152,14 @@ def test_giving_up_waits_for_the_thread_that_launches(world: World, at: int) -> 
     is_inside, goes_on = threading.Event(), threading.Event()
     launch = BucketQueue.launch
 
-    def slow(queue: BucketQueue, lane: Any, *args: Any) -> None:
-        launched.append((lane.number, "begins"))
+    def slow(queue: BucketQueue, number: int, *args: Any) -> None:
+        launched.append((number, "begins"))
         threads.append(threading.current_thread())
-        if lane.number == at:
+        if number == at:
             is_inside.set()
             goes_on.wait(0.5)  # it comes late: nobody sets it
-        launch(queue, lane, *args)
-        launched.append((lane.number, "ends"))
+        launch(queue, number, *args)
+        launched.append((number, "ends"))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketQueue, "launch", slow)

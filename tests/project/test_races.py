@@ -20,7 +20,6 @@ from inside import (
     CLAIM_BUCKET,
     WAIT_FOR_GRADIENTS,
     WAIT_FOR_READERS,
-    routes_of,
 )
 from races import (
     DELAYED,
@@ -122,14 +121,14 @@ def arrive_and_release(read: SharedRead, patience: float, arrive: Any = SharedRe
 
 
 def launch_at_once_what_is_sent(
-    queue: BucketQueue, bucket: Any, *args: Any, launch: Any = BucketQueue.launch
+    queue: BucketQueue, number: int, op: Any, *args: Any, launch: Any = BucketQueue.launch
 ) -> None:
     """As ``BucketQueue.launch``, but gradients of which nothing is shared do not wait for those who
     read the memory that they have in common with other buckets."""
     with contextlib.ExitStack() as stack:
-        if isinstance(bucket, GradBucket) and not routes_of(bucket).read_by:
+        if isinstance(op, AFTER_REDUCE[0]) and not op.routes.read_by:
             stack.enter_context(mock.patch.object(*WAIT_FOR_READERS, do_nothing))
-        launch(queue, bucket, *args)
+        launch(queue, number, op, *args)
 
 
 COMPLETE, WAIT = getattr(*AFTER_REDUCE), getattr(*WAIT_FOR_GRADIENTS)

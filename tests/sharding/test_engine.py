@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from inside import (
     PreparedGather,
     gatherer_of,
     gathers_of,
+    gradients_in_flight_and_held,
     in_flight,
     params_of,
     plan_of,
@@ -55,7 +55,7 @@ from onecopy.planning.layout import flat_range
 from onecopy.planning.plan import ParamSpec, Plan, make_plan
 from onecopy.planning.sizes import IN_FLIGHT, MIN_MESSAGE_BYTES
 from onecopy.planning.traits import Kind
-from onecopy.sharding.engine import BucketQueue, GradPhase, ParamPhase, QueuedBucket
+from onecopy.sharding.engine import BucketQueue
 from onecopy.sharding.inner import MasterCopies
 
 # ------------------------------------------------------------------ parameters: in place or packed
@@ -485,28 +485,45 @@ def test_a_gradient_of_another_length_is_an_error_and_changes_no_staging() -> No
 # ------------------------------------------------------------------ phases of a bucket
 
 
-MOVES = {
-    ParamPhase.REPLICATED: {ParamPhase.UPDATED},
-    ParamPhase.UPDATED: {ParamPhase.GATHERING},
-    ParamPhase.GATHERING: {ParamPhase.REPLICATED},
-    GradPhase.EMPTY: {GradPhase.REDUCING},
-    GradPhase.REDUCING: {GradPhase.HELD},
-    GradPhase.HELD: {GradPhase.REDUCING, GradPhase.EMPTY},
-}
+@distributed(2)
+def test_a_bucket_of_parameters_refuses_every_other_move(world: World) -> None:
+    """Replicated, updated, in flight, replicated."""
+    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(8))], SGD, lr=1.0)
+    gathers = gatherer_of(optimizer)
+    refusal = "bucket 0 is replicated and cannot become gathering"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=refusal):
+            gathers.launch(0)
+        gathers.mark_updated(0)
+        gathers.mark_updated(0)  # to stay is no move
+        assert not in_flight(optimizer)
+        gathers.launch(0)
+        assert list(in_flight(optimizer)) == [0]
+        with pytest.raises(RuntimeError, match=refusal):
+            gathers.launch(0)
+        gathers.queue.wait()
+        assert not in_flight(optimizer)
+    gathers.mark_updated(0)
+    gathers.launch(0)
+    gathers.mark_updated(0)  # waits for what is in flight
+    assert not in_flight(optimizer)
 
 
-@pytest.mark.parametrize("phases", [ParamPhase, GradPhase])
-def test_a_bucket_refuses_every_other_move(phases: Any) -> None:
-    for before, after in itertools.permutations(phases, 2):
-        bucket = QueuedBucket(3, before)
-        if after in MOVES[before]:
-            bucket.move_to(after)
-            assert bucket.phase is after
-        else:
-            refusal = f"bucket 3 is {before.value} and cannot become {after.value}"
-            with pytest.raises(RuntimeError, match=refusal):
-                bucket.move_to(after)
-            assert bucket.phase is before
+@distributed(2)
+def test_a_bucket_of_gradients_is_empty_in_flight_or_held(world: World) -> None:
+    """Also held and in flight, when a second backward adds to the first one."""
+    module = nn.Linear(4, 2)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=1.0)
+    optimizer.attach(module)
+    for _ in range(2):
+        assert gradients_in_flight_and_held(optimizer) == (0, 0)
+        module(torch.ones(4)).sum().backward()
+        assert gradients_in_flight_and_held(optimizer) == (1, 0)
+        optimizer.grad_norm()
+        assert gradients_in_flight_and_held(optimizer) == (0, 1)
+        module(torch.ones(4)).sum().backward()
+        assert gradients_in_flight_and_held(optimizer) == (1, 1)
+        optimizer.step()
 
 
 @distributed(2)

@@ -39,8 +39,8 @@ from onecopy.planning.param_groups import Entry
 from onecopy.sharding.sharded_params import (
     MemoryWatch,
     ModuleWatch,
-    find_holders,
     find_names,
+    walk,
 )
 
 
@@ -313,12 +313,11 @@ def test_a_module_that_cannot_be_walked_names_nothing(
 def test_the_calls_that_name_many_modules_without_a_common_one_are_linear_in_their_number() -> None:
     def calls(count: int) -> int:
         layers = [nn.Linear(1, 1, bias=False) for _ in range(count)]
-        modules: Any = [(layer, dict(layer.named_parameters())) for layer in layers]
         params = [layer.weight for layer in layers]
         events = Counter[str]()
         sys.setprofile(lambda _frame, event, _arg: events.update([event]))
         try:
-            names = find_names(params, find_holders(params, modules))
+            names = find_names(params, walk(layers))
         finally:
             sys.setprofile(None)
         assert names.of == ("",) * count

@@ -105,7 +105,7 @@ def gathers_of(optimizer: ZeroRedundancyOptimizer) -> list[Any]:
     """The prepared all-gathers, one per bucket."""
     buckets = optimizer._params.all_gathers.buckets
     assert buckets is not None
-    return [bucket.op for bucket in buckets]
+    return list(buckets)
 
 
 def transfers_of(optimizer: ZeroRedundancyOptimizer) -> list[PreparedGather]:
@@ -141,6 +141,13 @@ def reducer_of(optimizer: ZeroRedundancyOptimizer) -> GradientReducer:
     """Of an attached optimizer."""
     assert optimizer._attachment is not None
     return optimizer._attachment.reducer
+
+
+def gradients_in_flight_and_held(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
+    """How many buckets of gradients are in flight, and how many slots hold some."""
+    reducer = reducer_of(optimizer)
+    held = sum(bucket.slot.holds for bucket in reducer._prepared.buckets)
+    return len(reducer._queue.in_flight), held
 
 
 def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[GradBucket]:
