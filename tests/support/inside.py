@@ -146,7 +146,7 @@ def reducer_of(optimizer: ZeroRedundancyOptimizer) -> GradientReducer:
 def gradients_in_flight_and_held(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
     """How many buckets of gradients are in flight, and how many slots hold some."""
     reducer = reducer_of(optimizer)
-    held = sum(bucket.slot.holds for bucket in reducer._prepared.buckets)
+    held = sum(bucket.slot.holds for bucket in reducer.prepared.buckets)
     return len(reducer._queue.in_flight), held
 
 
