@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import DIGEST_BYTES, same_outcome
-from onecopy.comm.monitor import GroupMonitor, Handle, timeout
+from onecopy.comm.monitor import GroupMonitor, Handle
 from onecopy.comm.stats import Counters, Traffic
 from onecopy.comm.waiting import (
     ask_store,
@@ -30,7 +30,7 @@ from onecopy.comm.waiting import (
     wait_interruptibly,
 )
 from onecopy.planning.param_groups import forces_c10d
-from onecopy.torch_private import destroy_process_group, make_process_group, store_of
+from onecopy.torch_private import destroy_process_group, make_process_group, store_of, timeout_of
 
 # Groups with an optimizer whose buckets are all-gathered by gloo, too: with ONECOPY_COMM=c10d.
 _gathering_by_gloo: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -284,7 +284,7 @@ def private_group(monitor: GroupMonitor, greatest: Callable[[int], int]) -> Any:
             _new_name(monitor, greatest),
             dist.get_process_group_ranks(user_group),
             kinds.pop() if len(kinds) == 1 else config,
-            timeout(user_group),
+            timeout_of(user_group),
         )
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
