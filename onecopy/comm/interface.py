@@ -262,9 +262,6 @@ class Comm(ABC):
 
     group: RankGroup
     links: Links  # how this rank exchanges buckets, from which the staging is computed
-    # Buffers that other ranks read, beyond the collectives in flight: a rank that is ahead of its
-    # readers goes on.
-    spare_buffers = 0
 
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
         """A buffer that other ranks may read, if they can."""
