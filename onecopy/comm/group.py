@@ -65,7 +65,7 @@ class RankGroup:
         # different orders, each waits for what it will not get, instead of taking the other's.
         self.tag = self.monitor.number % GATHER_TAGS
         with self.monitor.naming_absentees():
-            self.process_group = private_group(self.monitor, self._greatest_of_user_group)
+            self.process_group = private_group(self.monitor, self.control_device)
         self.monitor.group = self.process_group
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
         # Before all others: ranks with another ONECOPY_COMM wait in other collectives.
@@ -74,16 +74,6 @@ class RankGroup:
         self._is_native_everywhere = forces_c10d(os.environ)
         if self._is_native_everywhere and self._backends.get(self.control_device.type) == "gloo":
             _gathering_by_gloo.add(self.user_group)
-
-    def _greatest_of_user_group(self, value: int) -> int:
-        """Before there is a group of our own."""
-        number = torch.tensor([value], device=self.control_device)
-        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self.user_group, async_op=True)
-        if self.control_device.type == "cpu":
-            wait_interruptibly([work])
-        else:
-            work.wait()
-        return int(number)
 
     def is_native(self, device: torch.device) -> bool:
         """Whether tensors on this device travel in collectives of the backend.
@@ -271,8 +261,8 @@ def checked_group(process_group: Any) -> Any:
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def private_group(monitor: GroupMonitor, greatest: Callable[[int], int]) -> Any:
-    """Ours, of the same ranks. Collective: ``greatest`` tells the greatest number of all ranks."""
+def private_group(monitor: GroupMonitor, device: torch.device) -> Any:
+    """Ours, of the same ranks. Collective; a small message travels from this device."""
     user_group = monitor.user_group
     if dist.get_world_size(user_group) == 1:
         return user_group
@@ -281,7 +271,7 @@ def private_group(monitor: GroupMonitor, greatest: Callable[[int], int]) -> Any:
         config = dist.get_backend_config(user_group)
         kinds = {entry.partition(":")[2] for entry in config.split(",")}
         group = make_process_group(
-            _new_name(monitor, greatest),
+            _new_name(monitor, device),
             dist.get_process_group_ranks(user_group),
             kinds.pop() if len(kinds) == 1 else config,
             timeout_of(user_group),
@@ -291,7 +281,7 @@ def private_group(monitor: GroupMonitor, greatest: Callable[[int], int]) -> Any:
     return group
 
 
-def _new_name(monitor: GroupMonitor, greatest: Callable[[int], int]) -> str:
+def _new_name(monitor: GroupMonitor, device: torch.device) -> str:
     """The name of a private group: the same on all members, and never used before. Collective.
 
     Why never before: a group finds its members by keys in the store, and those of a group that was
@@ -304,7 +294,13 @@ def _new_name(monitor: GroupMonitor, greatest: Callable[[int], int]) -> str:
         _await_members(monitor)
         number = _worlds_used[user_group] = _worlds_used.get(user_group, 0) + 1
         return f"onecopy_world_{number}"
-    number = _numbers_used[0] = greatest(_numbers_used[0] + 1)
+    greatest = torch.tensor([_numbers_used[0] + 1], device=device)
+    work = dist.all_reduce(greatest, dist.ReduceOp.MAX, group=user_group, async_op=True)
+    if device.type == "cpu":
+        wait_interruptibly([work])
+    else:
+        work.wait()
+    number = _numbers_used[0] = int(greatest)
     ranks = ",".join(map(str, dist.get_process_group_ranks(user_group)))
     digest = hashlib.sha256(ranks.encode()).hexdigest()[:16]
     return f"onecopy_{number}_{digest}"
