@@ -161,9 +161,6 @@ def _without_split(world: Any) -> Iterator[None]:
     ranks of the default group, and only the members of the new group are here.
     """
     device = world.bound_device_id
-    if device is None:
-        yield
-        return
     world.bound_device_id = None
     try:
         yield
