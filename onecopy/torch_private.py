@@ -161,9 +161,6 @@ def _without_split(world: Any) -> Iterator[None]:
     ranks of the default group, and only the members of the new group are here.
     """
     device = world.bound_device_id
-    if device is None:
-        yield
-        return
     world.bound_device_id = None
     try:
         yield
@@ -179,9 +176,10 @@ def store_of(group: Any) -> Any:
     return _world().pg_map.get(group, (None, None))[1]
 
 
-def process_group_timeout(group: Any, device: torch.device) -> timedelta | None:
+def timeout_of(group: Any) -> timedelta | None:
     """The timeout of a group: ``ProcessGroup._get_backend(device).options._timeout``. None, which
     stands for torch's default, if any of these is missing or a backend has no options."""
+    device = torch.device(dist.get_backend_config(group).partition(":")[0])
     get_backend = getattr(group, "_get_backend", None)
     options = None if get_backend is None else getattr(get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)

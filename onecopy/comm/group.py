@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.agreement import DIGEST_BYTES, same_outcome
-from onecopy.comm.monitor import GroupMonitor, Handle, timeout
+from onecopy.comm.monitor import GroupMonitor, Handle
 from onecopy.comm.stats import Traffic
 from onecopy.comm.waiting import (
     ask_store,
@@ -30,7 +30,7 @@ from onecopy.comm.waiting import (
     wait_interruptibly,
 )
 from onecopy.planning.param_groups import forces_c10d
-from onecopy.torch_private import destroy_process_group, make_process_group, store_of
+from onecopy.torch_private import destroy_process_group, make_process_group, store_of, timeout_of
 
 # Groups with an optimizer whose buckets are all-gathered by gloo, too: with ONECOPY_COMM=c10d.
 _gathering_by_gloo: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -64,7 +64,7 @@ class RankGroup:
         # different orders, each waits for what it will not get, instead of taking the other's.
         self.tag = self.monitor.number % GATHER_TAGS
         with self.monitor.naming_absentees():
-            self.process_group = private_group(self.monitor, self._greatest_of_user_group)
+            self.process_group = private_group(self.monitor, self.control_device)
         self.monitor.group = self.process_group
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
         # Before all others: ranks with another ONECOPY_COMM wait in other collectives.
@@ -73,16 +73,6 @@ class RankGroup:
         self._is_native_everywhere = forces_c10d(os.environ)
         if self._is_native_everywhere and self._backends.get(self.control_device.type) == "gloo":
             _gathering_by_gloo.add(self.user_group)
-
-    def _greatest_of_user_group(self, value: int) -> int:
-        """Before there is a group of our own."""
-        number = torch.tensor([value], device=self.control_device)
-        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self.user_group, async_op=True)
-        if self.control_device.type == "cpu":
-            wait_interruptibly([work])
-        else:
-            work.wait()
-        return int(number)
 
     def is_native(self, device: torch.device) -> bool:
         """Whether tensors on this device travel in collectives of the backend.
@@ -270,8 +260,8 @@ def checked_group(process_group: Any) -> Any:
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def private_group(monitor: GroupMonitor, greatest: Callable[[int], int]) -> Any:
-    """Ours, of the same ranks. Collective: ``greatest`` tells the greatest number of all ranks."""
+def private_group(monitor: GroupMonitor, device: torch.device) -> Any:
+    """Ours, of the same ranks. Collective; a small message travels from this device."""
     user_group = monitor.user_group
     if dist.get_world_size(user_group) == 1:
         return user_group
@@ -280,17 +270,17 @@ def private_group(monitor: GroupMonitor, greatest: Callable[[int], int]) -> Any:
         config = dist.get_backend_config(user_group)
         kinds = {entry.partition(":")[2] for entry in config.split(",")}
         group = make_process_group(
-            _new_name(monitor, greatest),
+            _new_name(monitor, device),
             dist.get_process_group_ranks(user_group),
             kinds.pop() if len(kinds) == 1 else config,
-            timeout(user_group),
+            timeout_of(user_group),
         )
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False
     return group
 
 
-def _new_name(monitor: GroupMonitor, greatest: Callable[[int], int]) -> str:
+def _new_name(monitor: GroupMonitor, device: torch.device) -> str:
     """The name of a private group: the same on all members, and never used before. Collective.
 
     Why never before: a group finds its members by keys in the store, and those of a group that was
@@ -303,7 +293,13 @@ def _new_name(monitor: GroupMonitor, greatest: Callable[[int], int]) -> str:
         _await_members(monitor)
         number = _worlds_used[user_group] = _worlds_used.get(user_group, 0) + 1
         return f"onecopy_world_{number}"
-    number = _numbers_used[0] = greatest(_numbers_used[0] + 1)
+    greatest = torch.tensor([_numbers_used[0] + 1], device=device)
+    work = dist.all_reduce(greatest, dist.ReduceOp.MAX, group=user_group, async_op=True)
+    if device.type == "cpu":
+        wait_interruptibly([work])
+    else:
+        work.wait()
+    number = _numbers_used[0] = int(greatest)
     ranks = ",".join(map(str, dist.get_process_group_ranks(user_group)))
     digest = hashlib.sha256(ranks.encode()).hexdigest()[:16]
     return f"onecopy_{number}_{digest}"

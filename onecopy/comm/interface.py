@@ -76,8 +76,7 @@ class BucketLayout:
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
         self.numel = plan.buckets[index].numel
-        self._stream = plan.streams[plan.buckets[index].stream]
-        self.kind = self._stream.kind
+        self.kind = plan.streams[plan.buckets[index].stream].kind
 
     @functools.cached_property
     def _owned(self) -> dict[int, tuple[int, int, int]]:
@@ -101,19 +100,17 @@ class BucketLayout:
 
     def segments(self) -> Iterator[Segment]:
         """The parameters in the bucket that have elements, at their places in the layout."""
-        owner_of = dict(zip(self._stream.params, self._stream.owners, strict=False))
         for segment in self.plan.segments(self.index):
-            if segment.start < segment.stop:
-                owner = owner_of.get(segment.param)  # of a whole tensor
-                shift = 0 if owner is None else self._owned[owner][2]
+            if segment.numel:
+                shift = self._shift(self.plan.rank_at(self.index, segment.offset))
                 yield replace(segment, offset=segment.offset - shift) if shift else segment
 
     def offset_of(self, shard: Shard) -> int:
         """Where a shard begins within the range of its owner."""
-        if self.kind is Kind.ELEMENTWISE:
-            return shard.offset - self.range(shard.rank)[0]
-        start, _, shift = self._owned[shard.rank]
-        return shard.offset - shift - start
+        return shard.offset - self._shift(shard.rank) - self.range(shard.rank)[0]
+
+    def _shift(self, owner: int) -> int:
+        return 0 if self.kind is Kind.ELEMENTWISE else self._owned[owner][2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +259,6 @@ class Comm(ABC):
 
     group: RankGroup
     links: Links  # how this rank exchanges buckets, from which the staging is computed
-    # Buffers that other ranks read, beyond the collectives in flight: a rank that is ahead of its
-    # readers goes on.
-    spare_buffers = 0
 
     def allocate(self, numel: int, like: torch.Tensor) -> Buffer:
         """A buffer that other ranks may read, if they can."""

@@ -27,7 +27,7 @@ from onecopy.comm.waiting import (
     wait_interruptibly,
 )
 from onecopy.planning.text import name_ranks
-from onecopy.torch_private import is_process_group_alive, process_group_timeout, store_of
+from onecopy.torch_private import is_process_group_alive, store_of, timeout_of
 
 ANSWER_WITHIN = 5.0  # seconds
 REPORT_WITHIN = 10.0  # seconds, with the roll call
@@ -327,12 +327,6 @@ def _difference_between(places: Mapping[int, _Place]) -> str:
 _statuses: weakref.WeakKeyDictionary[Any, RankStatus] = weakref.WeakKeyDictionary()
 
 
-def timeout(group: Any) -> timedelta | None:
-    """The group's own timeout; None, torch's default, where the backend does not tell."""
-    device = dist.get_backend_config(group).partition(":")[0]
-    return process_group_timeout(group, torch.device(device))
-
-
 def do_nothing() -> None:
     """A callback for which nothing is registered."""
 
@@ -417,7 +411,7 @@ class GroupMonitor:
 
     def patience(self) -> float:
         """Seconds that a collective waits; the user may change them at any time."""
-        return (timeout(self.user_group) or timedelta(minutes=30)).total_seconds()
+        return (timeout_of(self.user_group) or timedelta(minutes=30)).total_seconds()
 
     def wait_for(self, works: Sequence[Any]) -> None:
         with self.naming_absentees():

@@ -9,7 +9,7 @@ compute the same messages from the sizes alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,79 +85,64 @@ class Form(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu")
 
 
-class Range(NamedTuple):
-    """Bytes [start, stop) of the ``position``-th tensor."""
+def split_into_messages(flats: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The bytes of 1-D contiguous tensors, as views, in lists of those that travel together.
 
-    position: int
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-def split_into_messages(sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
-    """Cut and pack tensors of these sizes in bytes. Each tuple of ranges is one message."""
-    packed: list[Range] = []
+    The number of a message is its tag.
+    """
+    packed: list[torch.Tensor] = []
     packed_bytes = 0
-    for position, size in enumerate(sizes):
+    for flat in flats:
+        view = flat.view(torch.uint8)
+        size = view.numel()
         if size >= _MIN_MESSAGE_BYTES:
-            for start in range(0, size, RANGE_BYTES):
-                yield (Range(position, start, min(start + RANGE_BYTES, size)),)
+            for part in torch.split(view, RANGE_BYTES):
+                yield [part]
         elif size:
             if packed_bytes + size > PACKED_BYTES:
-                yield tuple(packed)
+                yield packed
                 packed, packed_bytes = [], 0
-            packed.append(Range(position, 0, size))
+            packed.append(view)
             packed_bytes += size
     if packed:
-        yield tuple(packed)
+        yield packed
 
 
-class _Message(NamedTuple):
-    """Ranges of 1-D contiguous tensors that are sent and received together."""
-
-    views: list[torch.Tensor]  # in bytes
-    staged_bytes: int  # 0: it is sent and received in the memory of the tensor
-
-    def copy(self, buffer: torch.Tensor, packs: bool) -> None:
-        """Pack the ranges into a buffer, one after the other; or unpack them.
-
-        A function, so that no view of the buffer stays among the variables of those that free it.
-        """
-        parts = torch.split(buffer, [view.numel() for view in self.views])
-        for part, view in zip(parts, self.views, strict=True):
-            part.copy_(view) if packs else view.copy_(part)
+def _staged_bytes(message: Sequence[torch.Tensor], wire: torch.device) -> int:
+    """0: it is sent and received in the memory of the tensor."""
+    is_in_place = len(message) == 1 and message[0].device.type == wire.type
+    return 0 if is_in_place else sum(view.numel() for view in message)
 
 
-def _messages(flats: Sequence[torch.Tensor], wire: torch.device) -> Iterator[_Message]:
-    """The number of a message is its tag."""
-    for ranges in split_into_messages([flat.nbytes for flat in flats]):
-        views = [flats[r.position].view(torch.uint8)[r.start : r.stop] for r in ranges]
-        is_in_place = len(views) == 1 and views[0].device.type == wire.type
-        yield _Message(views, 0 if is_in_place else sum(r.nbytes for r in ranges))
+def _copy(message: Sequence[torch.Tensor], buffer: torch.Tensor, packs: bool) -> None:
+    """Pack the views into a buffer, one after the other; or unpack them.
+
+    A function, so that no view of the buffer stays among the variables of those that free it.
+    """
+    parts = torch.split(buffer, [view.numel() for view in message])
+    for part, view in zip(parts, message, strict=True):
+        part.copy_(view) if packs else view.copy_(part)
 
 
 def send_tensors(rank_group: RankGroup, flats: Sequence[torch.Tensor], to: int) -> None:
     """Send 1-D contiguous tensors: in place where they are on the device of the wire, otherwise
     through one staging buffer."""
     wire = rank_group.control_device
-    messages = list(_messages(flats, wire))
-    size = max((message.staged_bytes for message in messages), default=0)
+    messages = [(each, _staged_bytes(each, wire)) for each in split_into_messages(flats)]
+    size = max((staged for _, staged in messages), default=0)
     staging = torch.empty(size, dtype=torch.uint8, device=wire)
     uses_staging: Handle | None = None
     in_flight: deque[Handle] = deque()
-    for tag, message in enumerate(messages):
-        if message.staged_bytes:
+    for tag, (message, staged) in enumerate(messages):
+        if staged:
             if uses_staging is not None:
                 uses_staging.wait()
-            sent = staging[: message.staged_bytes]
-            message.copy(sent, packs=True)
+            sent = staging[:staged]
+            _copy(message, sent, packs=True)
             uses_staging = rank_group.send(sent, to, tag)
             in_flight.append(uses_staging)
         else:
-            in_flight.append(rank_group.send(message.views[0], to, tag))
+            in_flight.append(rank_group.send(message[0], to, tag))
         if len(in_flight) > _SENDS_IN_FLIGHT:
             in_flight.popleft().wait()
     for handle in in_flight:
@@ -183,19 +168,19 @@ def receive_tensors(
 def _receive(rank_group: RankGroup, source: int, flats: Sequence[torch.Tensor]) -> Iterator[bool]:
     """Receive from one rank, and yield True after each message that was posted or has arrived."""
     wire = rank_group.control_device
-    in_flight: deque[tuple[Handle, _Message, torch.Tensor]] = deque()
+    in_flight: deque[tuple[Handle, list[torch.Tensor], torch.Tensor | None]] = deque()
 
     def finish_first() -> None:
-        handle, message, room = in_flight.popleft()
+        handle, message, staging = in_flight.popleft()
         handle.wait()
-        if message.staged_bytes:
-            message.copy(room, packs=False)
+        if staging is not None:
+            _copy(message, staging, packs=False)
 
-    for tag, message in enumerate(_messages(flats, wire)):
-        room = message.views[0]
-        if message.staged_bytes:
-            room = torch.empty(message.staged_bytes, dtype=torch.uint8, device=wire)
-        in_flight.append((rank_group.receive(room, source, tag), message, room))
+    for tag, message in enumerate(split_into_messages(flats)):
+        room, staging = message[0], None
+        if staged := _staged_bytes(message, wire):
+            room = staging = torch.empty(staged, dtype=torch.uint8, device=wire)
+        in_flight.append((rank_group.receive(room, source, tag), message, staging))
         if len(in_flight) > _RECEIVES_IN_FLIGHT:
             finish_first()
         yield True

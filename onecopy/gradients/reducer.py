@@ -34,7 +34,7 @@ from onecopy.comm.stats import Phase
 from onecopy.planning.layout import flat_range, in_layout_of, is_dense, one_of_each
 from onecopy.planning.param_groups import grad_dtype, gradient_dtype
 from onecopy.planning.plan import Plan, Segment, Shard
-from onecopy.planning.sizes import IN_FLIGHT, reduce_scatter_elements, sum_dtype
+from onecopy.planning.sizes import IN_FLIGHT, SHARED_BUFFERS, reduce_scatter_elements, sum_dtype
 from onecopy.planning.text import name_ranks, plural
 from onecopy.sharding.engine import BucketQueue, StagingRequest, allocate_staging
 from onecopy.torch_private import flatten_dense_tensors
@@ -462,7 +462,8 @@ class GradientReducer:
             sizes = wire.itemsize, held.itemsize, sums.dtype != wire.dtype
             own = bucket.slot.tensor.numel()
             received, summed = reduce_scatter_elements(plan, number, own, comm.links, *sizes)
-            turn, send_turn = number % IN_FLIGHT, number % (IN_FLIGHT + comm.spare_buffers)
+            depth = SHARED_BUFFERS if comm.links.local_ranks > 1 else IN_FLIGHT
+            turn, send_turn = number % IN_FLIGHT, number % depth
             found += [
                 StagingRequest(("send", send_turn), bucket.layout.numel, wire, comm.allocate),
                 StagingRequest(("receive", turn), received, wire, Buffer.allocate),

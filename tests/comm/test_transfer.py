@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,6 @@ from onecopy.comm.transfer import (
     RANGE_BYTES,
     Form,
     NotPlain,
-    Range,
     decode,
     encode,
     receive_tensors,
@@ -117,30 +118,37 @@ SIZES = st.lists(
 )
 
 
+def flats_of(sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors of so many bytes, side by side, without memory."""
+    return list(torch.empty(sum(sizes), dtype=torch.uint8, device="meta").split(list(sizes)))
+
+
 @given(SIZES)
 @settings(deadline=None, max_examples=100, suppress_health_check=BUSY)
 def test_messages_hold_every_byte_exactly_once_and_keep_to_their_limits(sizes: list[int]) -> None:
-    covered: dict[int, list[Range]] = {}
-    for message in split_into_messages(sizes):
+    covered: dict[int, list[int]] = {}  # the edges of what a message holds of a tensor
+    starts = [0, *itertools.accumulate(sizes)][:-1]
+    for message in split_into_messages(flats_of(sizes)):
         assert message
-        assert all(r.nbytes > 0 for r in message)
-        total = sum(r.nbytes for r in message)
+        assert all(view.numel() > 0 for view in message)
+        total = sum(view.numel() for view in message)
+        positions = [bisect.bisect(starts, view.storage_offset()) - 1 for view in message]
         if len(message) > 1:
             assert total <= PACKED_BYTES
-            assert all(sizes[r.position] < MIN_MESSAGE_BYTES for r in message)
+            assert all(sizes[position] < MIN_MESSAGE_BYTES for position in positions)
         assert total <= RANGE_BYTES
-        for r in message:
-            covered.setdefault(r.position, []).append(r)
+        for position, view in zip(positions, message, strict=True):
+            start = view.storage_offset() - starts[position]
+            covered.setdefault(position, []).extend([start, start + view.numel()])
     for position, size in enumerate(sizes):
-        ranges = covered.get(position, [])
-        edges = [edge for r in ranges for edge in (r.start, r.stop)]
+        edges = covered.get(position, [])
         assert [0, *edges, size][::2] == [0, *edges, size][1::2]  # gapless, in order
 
 
 def test_small_tensors_travel_together() -> None:
-    assert len(list(split_into_messages([4] * 10_000))) == 1
-    assert len(list(split_into_messages([MIN_MESSAGE_BYTES - 1] * 65))) == 2
-    assert list(split_into_messages([])) == list(split_into_messages([0, 0])) == []
+    assert len(list(split_into_messages(flats_of([4] * 10_000)))) == 1
+    assert len(list(split_into_messages(flats_of([MIN_MESSAGE_BYTES - 1] * 65)))) == 2
+    assert list(split_into_messages([])) == list(split_into_messages(flats_of([0, 0]))) == []
 
 
 @given(
@@ -153,22 +161,26 @@ def test_packing_and_unpacking_keeps_every_bit_of_every_dtype(
 ) -> None:
     tensors = [random_bits(dtype, numel, seed) for dtype, numel in forms]
     rooms = [torch.zeros_like(tensor) for tensor in tensors]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    for message in split_into_messages(sizes):
-        buffer = torch.empty(sum(r.nbytes for r in message), dtype=torch.uint8)
-        pack(message, tensors, buffer)
-        unpack(message, rooms, buffer)
+    messages = map(split_into_messages, (tensors, rooms))
+    for message, room in zip(*messages, strict=True):
+        buffer = torch.empty(sum(view.numel() for view in message), dtype=torch.uint8)
+        pack(message, buffer)
+        unpack(room, buffer)
     assert all(map(same_bits, tensors, rooms))
 
 
 def test_ranges_of_tensors_are_packed_one_after_the_other() -> None:
     tensors = [torch.arange(4, dtype=torch.int16), torch.arange(10, 20, dtype=torch.uint8)]
-    ranges = [Range(0, 2, 6), Range(1, 7, 9), Range(0, 6, 8)]
-    buffer = torch.full((9,), 99, dtype=torch.uint8)
-    pack(ranges, tensors, buffer[:8])
-    assert buffer.tolist() == [1, 0, 2, 0, 17, 18, 3, 0, 99]
     rooms = [torch.zeros_like(tensor) for tensor in tensors]
-    unpack(ranges, rooms, buffer[:8])
+
+    def ranges(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        first, second = (flat.view(torch.uint8) for flat in flats)
+        return [first[2:6], second[7:9], first[6:8]]
+
+    buffer = torch.full((9,), 99, dtype=torch.uint8)
+    pack(ranges(tensors), buffer[:8])
+    assert buffer.tolist() == [1, 0, 2, 0, 17, 18, 3, 0, 99]
+    unpack(ranges(rooms), buffer[:8])
     assert rooms[0].tolist() == [0, 1, 2, 3]
     assert rooms[1].tolist() == [0] * 7 + [17, 18, 0]
 

@@ -41,8 +41,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.monitor import timeout
-from onecopy.torch_private import CHECKED, make_process_group
+from onecopy.torch_private import CHECKED, make_process_group, timeout_of
 
 SIZES = (2, 3, 4)
 STEPS = 3
@@ -199,7 +198,7 @@ def test_a_timeout_that_is_set_later(world: World) -> None:
     if world.rank < 2:
         optimizer = ZeroRedundancyOptimizer(model_of().parameters(), AdamW, group, lr=0.1)
         patience = transport_of(optimizer).monitor.patience
-        if timeout(group) is None:
+        if timeout_of(group) is None:
             pytest.skip("this torch does not tell a gloo group's timeout")
         assert patience() == 30
         for each in (group, private_groups()[group]):

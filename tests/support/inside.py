@@ -353,18 +353,13 @@ def share_no_memory() -> None:
     share_memory_from(sys.maxsize)
 
 
-def pack(ranges: Sequence[Any], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """What a message of these ranges is packed into; `unpack` is the inverse."""
-    _message_of(ranges, flats).copy(buffer, packs=True)
+def pack(message: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Views of bytes, one after the other; `unpack` is the inverse."""
+    transfer._copy(message, buffer, packs=True)
 
 
-def unpack(ranges: Sequence[Any], flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    _message_of(ranges, flats).copy(buffer, packs=False)
-
-
-def _message_of(ranges: Sequence[Any], flats: Sequence[torch.Tensor]) -> Any:
-    views = [flats[r.position].view(torch.uint8)[r.start : r.stop] for r in ranges]
-    return transfer._Message(views, sum(r.nbytes for r in ranges))
+def unpack(message: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    transfer._copy(message, buffer, packs=False)
 
 
 def write_past_the_cache(writer: DataFileWriter) -> None:

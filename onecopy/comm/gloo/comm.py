@@ -54,7 +54,6 @@ class GlooComm(Comm):
             _local_ranks[group.user_group] = found
         self.local_ranks, self.topology = found, found.topology
         self.peers = self.topology.local_peers(group.rank)
-        self.spare_buffers = 1 if self.peers else 0
         # Of parameters that a relay rank has received; gradients have no tag that is negative.
         self.relayed_tag = -1 - group.tag
         self._relay_thread: BackgroundThread | None = None  # as long as there is nothing to relay
