@@ -321,13 +321,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 update = Update(self._inner, closure, kwargs, gradients, changing)
                 order = self._params.begin_sending()
                 if update.steps_at_once:
-                    self._corruption.read_all()
                     update.update_at_once(order)
                 for bucket in order:
-                    with self._corruption.watch(bucket):
-                        update.update_bucket(bucket)  # attached: waits for the bucket's gradients
+                    update.update_bucket(bucket)  # attached: waits for the bucket's gradients
                     self._params.all_gather(bucket)  # in flight while the next bucket is updated
                     self._params.status.updated()
+                self._corruption.after_step(self._inner)
                 self._params.finish_step()  # waits for the all-gathers, unless they are lazy
             self._inner.options_out(self.param_groups)
             if self._attachment is not None:
