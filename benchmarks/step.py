@@ -10,11 +10,11 @@ the same work in both: the difference is ours. With two ranks each steps half of
 receives the other half, in one message. Methods alternate, and medians are shown.
 
 **checking** trains a GPT with AdamW on gloo processes of this machine, attached and drop-in. The
-same optimizer takes steps without the corruption check, with one that looks at all buckets in every
-step (`watching`), and with one whose findings the ranks also compare in every step (`comparing`),
-in turns; the last counts as with check_every=100. Shown are medians of the time of `step()`, which
-the ranks call together, on the slowest rank. How large the share is depends on how much is computed
-for each parameter: that is the number of tokens.
+same optimizer takes steps without the corruption check, with one that reads parameters and state
+in every step (`watching`), and with one whose findings the ranks also compare in every step
+(`comparing`), in turns; the last counts as with check_every=100. Shown are medians of the time of
+`step()`, which the ranks call together, on the slowest rank. How large the share is depends on how
+much is computed for each parameter: that is the number of tokens.
 """
 
 from __future__ import annotations

@@ -40,19 +40,10 @@ from onecopy.checkpoint.full_state import (
     warn_of_masters,
     with_ranks_told,
 )
-from onecopy.checkpoint.load import (
-    LoadReport,
-    agree_on_shards,
-    load_checkpoint,
-)
+from onecopy.checkpoint.load import LoadReport, agree_on_shards, load_checkpoint
 from onecopy.checkpoint.metadata import require_name
 from onecopy.checkpoint.save import save_checkpoint
-from onecopy.checkpoint.state import (
-    StateShard,
-    StateView,
-    checkpoint_names,
-    describe_names,
-)
+from onecopy.checkpoint.state import StateShard, StateView, checkpoint_names, describe_names
 from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.checks.replica_check import compare_gradients, require_equal_replicas
 from onecopy.comm.agreement import same_outcome
@@ -180,19 +171,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
-        self._check_every = check_every
-        # If it is no int it is refused later, on all ranks.
-        self._corruption = CorruptionCheck(check_every if isinstance(check_every, int) else 0)
         self._gradients_compared = False
-        self._check_steps = False
         self._steps = 0
+        bucket_view = parameters_as_bucket_view
         settings = Settings(
-            partition,
-            bucket_mb,
-            master_dtype,
-            check_every,
-            parameters_as_bucket_view,
-            overlap_with_ddp,
+            partition, bucket_mb, master_dtype, check_every, bucket_view, overlap_with_ddp
         )
         self._policies = PartitionPolicy(optimizer_class, settings, defaults, self.world_size)
         # The consolidated state, or why there is none.
@@ -202,7 +185,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._attachment: Attachment | None = None
         self._tracing: Tracer | None = None
         self._is_scaled = False  # while onecopy.GradScaler takes a step
-        self._overlaps_with_ddp = False
         self._join = JoinParticipant(weakref.ref(self), self._rank_group)
 
         def prepare() -> list[str]:
@@ -210,6 +192,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise refusal
             settings.validate(os.environ)
             self._overlaps_with_ddp = bool(overlap_with_ddp)
+            self._corruption = CorruptionCheck(check_every or 0)
             self._check_steps = os.environ.get("ONECOPY_CHECK") == "step"
             if TRACE_VARIABLES & os.environ.keys():
                 self._tracing = Tracer.from_environment(os.environ)
@@ -217,9 +200,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, groups, {})
             self._inner = InnerOptimizers(optimizer_class, defaults, master_dtype)
             plan = empty_plan(self.param_groups, self.world_size, bucket_mb)
-            self._params = ShardedParams(
-                self._rank_group, self._inner, plan, parameters_as_bucket_view
-            )
+            self._params = ShardedParams(self._rank_group, self._inner, plan, bucket_view)
             policies = [self._policies.of(group, defaults) for group in self.param_groups]
             self._params.admit(self.param_groups, policies)
             self._inner.build(self.param_groups, [policy.optimizer_class for policy in policies])
@@ -248,7 +229,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [
             f"onecopy {__version__}, torch {torch.__version__}, {self.world_size} ranks, "
             f"{self._steps} steps taken",
-            f"check_every={self._check_every}, ONECOPY_CHECK={'step' * self._check_steps}, "
+            f"check_every={self._corruption.every or None}, "
+            f"ONECOPY_CHECK={'step' * self._check_steps}, "
             f"overlap_with_ddp={self._overlaps_with_ddp}",
             *self._params.description(self.param_groups),
         ]
@@ -313,13 +295,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 update = Update(self._inner, closure, kwargs, gradients, changing)
                 order = self._params.begin_sending()
                 if update.steps_at_once:
-                    self._corruption.read_all()
                     update.update_at_once(order)
                 for bucket in order:
-                    with self._corruption.watch(bucket):
-                        update.update_bucket(bucket)  # attached: waits for the bucket's gradients
+                    update.update_bucket(bucket)  # attached: waits for the bucket's gradients
                     self._params.all_gather(bucket)  # in flight while the next bucket is updated
                     self._params.status.updated()
+                self._corruption.after_step(self._inner)
                 self._params.finish_step()  # waits for the all-gathers, unless they are lazy
             self._inner.options_out(self.param_groups)
             if self._attachment is not None:
@@ -488,7 +469,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         other memory, or state was loaded that is not compared yet. Collective if there is any."""
         self._params.require_same_groups(self.param_groups)
         self._params.modules.require_in_place()
-        self._follow_flags()
+        flags = flags_of(self.param_groups)
+        if flags != self._flags:  # as `fused`: the plan may forbid the new ones
+            policies = self._policies_with(self.param_groups)
+            self._params.registry.require_plan_fits(policies, self.world_size)
+            self._flags = flags
         unfrozen = self._params.unfrozen()
         if join_round is not None:
             unfrozen = join_round.follow_source(self.param_groups, unfrozen)
@@ -497,14 +482,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._params.follow_memory()
         if self._attachment is not None:
             self._attachment.reducer.catch_up()
-
-    def _follow_flags(self) -> None:
-        """Refuse flags of groups, as ``fused``, that were changed and that the plan forbids."""
-        flags = flags_of(self.param_groups)
-        if flags != self._flags:
-            policies = self._policies_with(self.param_groups)
-            self._params.registry.require_plan_fits(policies, self.world_size)
-            self._flags = flags
 
     def _policies_with(self, options: Sequence[Mapping[str, Any]]) -> list[GroupPolicy]:
         return self._policies.with_options(
@@ -1047,9 +1024,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 *describe_names(self._params.registry, names),
             ]
 
-        self._rank_group.monitor.require_working()
-        self._send_rest_of_torn_step()
-        self._rank_group.monitor.enter(f"loading {path}")
+        self._begin_loading(f"loading {path}")
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
         plan = self._params.plan
@@ -1068,16 +1043,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._finish_loading(with_ranks_told(self._rank_group, loadable), plan)
         return report
 
+    def _begin_loading(self, what: str) -> None:
+        self._rank_group.monitor.require_working()
+        self._send_rest_of_torn_step()
+        self._rank_group.monitor.enter(what)
+
     def _state_view(self, module: torch.nn.Module | None) -> StateView:
         names = checkpoint_names(self._params.registry, self.param_groups, module)
-        return StateView(
-            self._inner,
-            self._params.registry,
-            self._params.plan,
-            self.param_groups,
-            names,
-            self.rank,
-        )
+        registry, plan = self._params.registry, self._params.plan
+        return StateView(self._inner, registry, plan, self.param_groups, names, self.rank)
 
     def _adopt_sharded(
         self,
@@ -1086,9 +1060,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups: Sequence[Mapping[str, Any]],
         incomplete: Sequence[str],
     ) -> None:
-        self._rank_group.monitor.require_working()
-        self._send_rest_of_torn_step()
-        self._rank_group.monitor.enter("loading a checkpoint")
+        self._begin_loading("loading a checkpoint")
         loadable = agree_on_shards(
             self._rank_group, state_view, shards, groups, incomplete, self._policies_with
         )

@@ -300,7 +300,7 @@ def corruption_check_of(optimizer: ZeroRedundancyOptimizer) -> CorruptionCheck:
 def set_corruption_check(
     optimizer: ZeroRedundancyOptimizer, check: CorruptionCheck | None, every: int
 ) -> None:
-    optimizer._corruption, optimizer._check_every = check or CorruptionCheck(0), every
+    optimizer._corruption = check or CorruptionCheck(0)
     if check is not None:
         check.every = every
 
