@@ -1050,15 +1050,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: on all ranks, if the checkpoint does not fit; nothing has changed then.
         """
-        names: list[str] = []
+        views: list[StateView] = []
 
         def prepare() -> list[str]:
             require_name(Path(path))
-            names.extend(checkpoint_names(self._params.registry, self.param_groups, module))
+            views.append(self._state_view(module))
             return [
                 f"from {path}",
                 f"strict={strict}, key={key!r}",
-                *describe_names(self._params.registry, names),
+                *describe_names(self._params.registry, views[0].names),
             ]
 
         self._rank_group.monitor.require_working()
@@ -1071,9 +1071,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with torch.inference_mode(False), self._params.all_or_nothing():
             loadable, report = load_checkpoint(
                 self._rank_group,
-                self._params,
-                self.param_groups,
-                names,
+                views[0],
                 Path(path),
                 policies_for=self._policies_with,
                 strict=strict,
@@ -1084,14 +1082,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _state_view(self, module: torch.nn.Module | None) -> StateView:
         names = checkpoint_names(self._params.registry, self.param_groups, module)
-        return StateView(
-            self._inner,
-            self._params.registry,
-            self._params.plan,
-            self.param_groups,
-            names,
-            self.rank,
-        )
+        return StateView(self._params, self.param_groups, names, self.rank)
 
     def _adopt_sharded(
         self,

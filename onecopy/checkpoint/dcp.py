@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.checkpoint.state import (
-    Path,
     StateShard,
     StateView,
+    Steps,
     collect,
     collect_groups,
     describe_names,
@@ -200,7 +200,7 @@ class ShardedState:
             by_param = _grouped(collect(view), "param").items()
             tree["state"] = {view.names[index]: _as_tree(shards) for index, shards in by_param}
             tree["param_groups"] = [_as_tree(options) for options in collect_groups(view)]
-            return describe_names(view.registry, view.names)
+            return describe_names(view.params.registry, view.names)
 
         same_outcome(self.rank_group, doing, show)
         return flattened(tree) if self.flatten else tree
@@ -224,12 +224,9 @@ class ShardedState:
                 found = _read(shards, leaves_of(tree["state"][name], f"the state of {name}"))
                 read += found or ()
                 incomplete += [name] if found is None else []
-        groups = []
-        for group in tree["param_groups"]:
-            leaves = leaves_of(group, "a group").items()
-            chunks = {path: leaf for path, leaf in leaves if isinstance(leaf, ChunkTensor)}
-            groups.append(rebuild(group, {p: c.loaded()[0].data for p, c in chunks.items()}))
-        self.adopt(view, read, groups, sorted(incomplete))
+        options = leaves_of(tree["param_groups"], "a group").items()
+        tensors = {p: c.loaded()[0].data for p, c in options if isinstance(c, ChunkTensor)}
+        self.adopt(view, read, rebuild(tree["param_groups"], tensors), sorted(incomplete))
 
 
 def _grouped(shards: Iterable[StateShard], by: str) -> dict[Any, list[StateShard]]:
@@ -248,7 +245,7 @@ def _as_tree(shards: Sequence[StateShard]) -> Any:
     return rebuild(shards[0].tree, leaves, as_saved=True)
 
 
-def _read(shards: Sequence[StateShard], leaves: dict[Path, Any]) -> list[StateShard] | None:
+def _read(shards: Sequence[StateShard], leaves: dict[Steps, Any]) -> list[StateShard] | None:
     """The shards of a parameter with what DCP has read for them; None if a part was not read. If
     nothing of it was asked for, they are as they were shown."""
     chunks = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor)}
