@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.checkpoint.files import DataFileReader, progress
-from onecopy.checkpoint.full_state import Loadable, with_ranks_told
+from onecopy.checkpoint.full_state import Loadable
 from onecopy.checkpoint.metadata import (
     MARK,
     Entry,
@@ -41,7 +41,6 @@ from onecopy.checkpoint.state import (
     Steps,
     adopt,
     collect,
-    describe_names,
     dotted,
     made_for_frozen,
     states_of,
@@ -399,7 +398,9 @@ def regrouped(
     return moved, concerned
 
 
-_SAME_GROUPS = (
+# The policies of the groups, with these options of theirs.
+PoliciesFor = Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]]
+SAME_GROUPS = (
     "Options belong to groups: build the optimizer with the groups that it had when it was saved"
 )
 
@@ -407,49 +408,7 @@ _SAME_GROUPS = (
 # -------------------------------------------------------------------------- loading
 
 
-def agree_on_shards(
-    rank_group: RankGroup,
-    view: StateView,
-    shards: Sequence[StateShard],
-    groups: Sequence[Mapping[str, Any]],
-    incomplete: Sequence[str],
-    policies_for: Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]],
-) -> Loadable:
-    """The state that DCP has read, or an error on all ranks. Collective."""
-    options, registry = list[dict[str, Any]](), view.params.registry
-
-    def prepare() -> list[str]:
-        if incomplete:
-            raise ValueError(
-                f"the checkpoint does not cover the state of {_first(incomplete)}: is it complete?"
-            )
-        known = {name for group in groups for name in group["params"]}
-        lost = [name for name in view.names if name not in known]
-        if lost:
-            raise ValueError(
-                f"the checkpoint does not know {_first(lost)}: is it of another model, or were "
-                "the groups others? load(path) finds them by name"
-            )
-        moved, _ = regrouped(view, [group["params"] for group in groups])
-        if moved:
-            listed = [f"{name} ({where})" for name, where in moved.items()]
-            raise ValueError(
-                "parameters are grouped otherwise than in the checkpoint: "
-                f"{_first(listed)}. {_SAME_GROUPS}"
-            )
-        options.extend(options_from(view, groups))
-        if rank_group.world_size > 1:
-            registry.require_plan_fits(policies_for(options), rank_group.world_size)
-        return describe_names(registry, view.names)
-
-    same_outcome(rank_group, "loading a checkpoint", prepare)
-    states = states_of(shards)
-    frozen = {registry.params[key]: states.pop(key) for key in list(states) if isinstance(key, int)}
-    cut = without_uninitialized(view, states, rank_group)
-    return with_ranks_told(rank_group, Loadable(options, frozen, cut, {}))
-
-
-def _first(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
@@ -458,7 +417,7 @@ def load_checkpoint(
     view: StateView,
     directory: Path,
     *,
-    policies_for: Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]],
+    policies_for: PoliciesFor,
     strict: bool,
     key: str | None,
 ) -> tuple[Loadable, LoadReport]:
@@ -495,7 +454,7 @@ def load_checkpoint(
             if live and unfit and buckets != before.buckets:
                 raise ValueError(
                     "the options in the checkpoint cut tensors elsewhere, so that the state of "
-                    f"{_first(sorted(unfit))}, which does not fit, could not be kept: build the "
+                    f"{first_of(sorted(unfit))}, which does not fit, could not be kept: build the "
                     "optimizer with these options (fused) before loading"
                 )
             if report.fits or not strict:
@@ -513,7 +472,7 @@ def load_checkpoint(
                     "load(path, module) tells it the names"
                 )
             elif any(text.startswith(_GROUPS) for text in report.mismatched):
-                hint = f". Groups that differ then keep their options. {_SAME_GROUPS}"
+                hint = f". Groups that differ then keep their options. {SAME_GROUPS}"
             raise ValueError(
                 f"{directory} does not fit this optimizer; nothing was changed\n{report}\n"
                 f"If this is meant to be, load(path, strict=False) takes what fits{hint}"
