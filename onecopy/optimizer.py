@@ -40,10 +40,10 @@ from onecopy.checkpoint.full_state import (
     warn_of_masters,
     with_ranks_told,
 )
-from onecopy.checkpoint.load import LoadReport, agree_on_shards, load_checkpoint
+from onecopy.checkpoint.load import LoadReport, load_checkpoint
 from onecopy.checkpoint.metadata import require_name
 from onecopy.checkpoint.save import save_checkpoint
-from onecopy.checkpoint.state import StateShard, StateView, checkpoint_names, describe_names
+from onecopy.checkpoint.state import StateView, checkpoint_names, describe_names
 from onecopy.checks.corruption_check import CorruptionCheck
 from onecopy.checks.replica_check import compare_gradients, require_equal_replicas
 from onecopy.comm.agreement import same_outcome
@@ -912,6 +912,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._follow_changes()
         self._bring_masters_up_to_date()
 
+    def _prepare_to_load(self, what: str) -> None:
+        """Refuse a lost process group, and end a torn step."""
+        self._rank_group.monitor.require_working()
+        self._send_rest_of_torn_step()
+        self._rank_group.monitor.enter(what)
+
     def _bring_masters_up_to_date(self) -> None:
         """Let master copies follow what was written into the parameters since the last step."""
         self.wait()
@@ -951,8 +957,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return ShardedState(
             self._rank_group,
             self._prepare_to_save,
+            self._prepare_to_load,
             lambda: self._state_view(module),
-            self._adopt_sharded,
+            self._policies_with,
+            self._adopt,
             flatten_optimizer_state_dict,
         )
 
@@ -1013,18 +1021,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: on all ranks, if the checkpoint does not fit; nothing has changed then.
         """
-        names: list[str] = []
+        views: list[StateView] = []
 
         def prepare() -> list[str]:
             require_name(Path(path))
-            names.extend(checkpoint_names(self._params.registry, self.param_groups, module))
+            views.append(self._state_view(module))
             return [
                 f"from {path}",
                 f"strict={strict}, key={key!r}",
-                *describe_names(self._params.registry, names),
+                *describe_names(self._params.registry, views[0].names),
             ]
 
-        self._begin_loading(f"loading {path}")
+        self._prepare_to_load(f"loading {path}")
         same_outcome(self._rank_group, "loading a checkpoint", prepare)
         self._bring_masters_up_to_date()  # those that the checkpoint has nothing for are kept
         plan = self._params.plan
@@ -1032,9 +1040,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with torch.inference_mode(False), self._params.all_or_nothing():
             loadable, report = load_checkpoint(
                 self._rank_group,
-                self._params,
-                self.param_groups,
-                names,
+                views[0],
                 Path(path),
                 policies_for=self._policies_with,
                 strict=strict,
@@ -1043,28 +1049,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._finish_loading(with_ranks_told(self._rank_group, loadable), plan)
         return report
 
-    def _begin_loading(self, what: str) -> None:
-        self._rank_group.monitor.require_working()
-        self._send_rest_of_torn_step()
-        self._rank_group.monitor.enter(what)
-
     def _state_view(self, module: torch.nn.Module | None) -> StateView:
         names = checkpoint_names(self._params.registry, self.param_groups, module)
-        registry, plan = self._params.registry, self._params.plan
-        return StateView(self._inner, registry, plan, self.param_groups, names, self.rank)
-
-    def _adopt_sharded(
-        self,
-        state_view: StateView,
-        shards: Sequence[StateShard],
-        groups: Sequence[Mapping[str, Any]],
-        incomplete: Sequence[str],
-    ) -> None:
-        self._begin_loading("loading a checkpoint")
-        loadable = agree_on_shards(
-            self._rank_group, state_view, shards, groups, incomplete, self._policies_with
-        )
-        self._adopt(loadable)
+        return StateView(self._params, self.param_groups, names, self.rank)
 
     # ------------------------------------------------------------------ checks and reports
 

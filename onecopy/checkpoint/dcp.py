@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.checkpoint.full_state import Loadable, with_ranks_told
+from onecopy.checkpoint.load import SAME_GROUPS, PoliciesFor, first_of, options_from, regrouped
 from onecopy.checkpoint.state import (
-    Path,
     StateShard,
     StateView,
+    Steps,
     collect,
     collect_groups,
     describe_names,
     leaves_of,
     rebuild,
+    states_of,
+    without_uninitialized,
 )
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
@@ -183,24 +187,25 @@ class ShardedState:
     """An optimizer's share of the state as DCP's ``Stateful``. Made by ``optimizer.sharded()``."""
 
     rank_group: RankGroup
-    prepare: Callable[[str], None]  # brings the state up to date, after checks. Collective
+    prepare_to_save: Callable[[str], None]  # brings the state up to date, after checks. Collective
+    prepare_to_load: Callable[[str], None]
     view: Callable[[], StateView]  # of the live state
-    # Takes the shards, the saved groups, and the names of parameters that were not covered.
-    adopt: Callable[[StateView, list[StateShard], list[dict[str, Any]], list[str]], None]
+    policies_for: PoliciesFor
+    adopt: Callable[[Loadable], None]
     flatten: bool  # one key per value, as with ``flatten_optimizer_state_dict=True``
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, and a form to load into; DCP asks for it in both cases. Collective: a rank
         that cannot show its share tells all."""
         doing, tree = "showing the state for a checkpoint", dict[str, Any]()
-        self.prepare(doing)
+        self.prepare_to_save(doing)
 
         def show() -> list[str]:
             view = self.view()
             by_param = _grouped(collect(view), "param").items()
             tree["state"] = {view.names[index]: _as_tree(shards) for index, shards in by_param}
             tree["param_groups"] = [_as_tree(options) for options in collect_groups(view)]
-            return describe_names(view.registry, view.names)
+            return describe_names(view.params.registry, view.names)
 
         same_outcome(self.rank_group, doing, show)
         return flattened(tree) if self.flatten else tree
@@ -224,12 +229,48 @@ class ShardedState:
                 found = _read(shards, leaves_of(tree["state"][name], f"the state of {name}"))
                 read += found or ()
                 incomplete += [name] if found is None else []
-        groups = []
-        for group in tree["param_groups"]:
-            leaves = leaves_of(group, "a group").items()
-            chunks = {path: leaf for path, leaf in leaves if isinstance(leaf, ChunkTensor)}
-            groups.append(rebuild(group, {p: c.loaded()[0].data for p, c in chunks.items()}))
-        self.adopt(view, read, groups, sorted(incomplete))
+        options = leaves_of(tree["param_groups"], "a group").items()
+        tensors = {p: c.loaded()[0].data for p, c in options if isinstance(c, ChunkTensor)}
+        self.prepare_to_load("loading a checkpoint")
+        groups = self._agree(view, rebuild(tree["param_groups"], tensors), sorted(incomplete))
+        states, params = states_of(read), view.params.registry.params
+        frozen = {params[key]: states.pop(key) for key in list(states) if isinstance(key, int)}
+        cut = without_uninitialized(view, states, self.rank_group)
+        self.adopt(with_ranks_told(self.rank_group, Loadable(groups, frozen, cut, {})))
+
+    def _agree(
+        self, view: StateView, groups: Sequence[Mapping[str, Any]], incomplete: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """The saved options for each of our groups, or an error on all ranks. Collective."""
+        options, registry = list[dict[str, Any]](), view.params.registry
+
+        def prepare() -> list[str]:
+            if incomplete:
+                raise ValueError(
+                    f"the checkpoint does not cover the state of {first_of(incomplete)}: is it "
+                    "complete?"
+                )
+            known = {name for group in groups for name in group["params"]}
+            lost = [name for name in view.names if name not in known]
+            if lost:
+                raise ValueError(
+                    f"the checkpoint does not know {first_of(lost)}: is it of another model, or "
+                    "were the groups others? load(path) finds them by name"
+                )
+            moved, _ = regrouped(view, [group["params"] for group in groups])
+            if moved:
+                listed = [f"{name} ({where})" for name, where in moved.items()]
+                raise ValueError(
+                    "parameters are grouped otherwise than in the checkpoint: "
+                    f"{first_of(listed)}. {SAME_GROUPS}"
+                )
+            options.extend(options_from(view, groups))
+            if self.rank_group.world_size > 1:
+                registry.require_plan_fits(self.policies_for(options), self.rank_group.world_size)
+            return describe_names(registry, view.names)
+
+        same_outcome(self.rank_group, "loading a checkpoint", prepare)
+        return options
 
 
 def _grouped(shards: Iterable[StateShard], by: str) -> dict[Any, list[StateShard]]:
@@ -248,7 +289,7 @@ def _as_tree(shards: Sequence[StateShard]) -> Any:
     return rebuild(shards[0].tree, leaves, as_saved=True)
 
 
-def _read(shards: Sequence[StateShard], leaves: dict[Path, Any]) -> list[StateShard] | None:
+def _read(shards: Sequence[StateShard], leaves: dict[Steps, Any]) -> list[StateShard] | None:
     """The shards of a parameter with what DCP has read for them; None if a part was not read. If
     nothing of it was asked for, they are as they were shown."""
     chunks = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ChunkTensor)}

@@ -27,6 +27,7 @@ from onecopy.checkpoint.state import (
     copied,
     leaves_of_state,
     load_into,
+    made_for_frozen,
 )
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup, bytes_from_tensor, tensor_from_bytes
@@ -163,13 +164,10 @@ def _state_outside_the_plan(sharded_params: ShardedParams, groups: Groups) -> Fu
     That is state which a class makes in its constructor, for frozen parameters too, and state
     that belongs to no parameter.
     """
-    inner, registry = sharded_params.inner, sharded_params.registry
-    found: FullState = {}
-    frozen = {registry.params[index] for index in registry.unplanned(sharded_params.plan)}
-    for group, policy in zip(groups, registry.policies, strict=True):
-        params = [param for param in group["params"] if param in frozen]
-        found |= inner.constructor_state(policy.optimizer_class, group, params)
-    for each in inner.inners:
+    params = sharded_params.registry.params
+    made = made_for_frozen(sharded_params, groups)
+    found: FullState = {params[index]: state for index, state in made}
+    for each in sharded_params.inner.inners:
         of_class = each.optimizer.state.items()
         found.update({key: held for key, held in of_class if not isinstance(key, torch.Tensor)})
     return {key: copy.deepcopy(held) for key, held in found.items()}

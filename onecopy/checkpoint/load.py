@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onecopy.checkpoint.files import DataFileReader, progress
-from onecopy.checkpoint.full_state import Loadable, with_ranks_told
+from onecopy.checkpoint.full_state import Loadable
 from onecopy.checkpoint.metadata import (
     MARK,
     Entry,
@@ -38,19 +38,18 @@ from onecopy.checkpoint.state import (
     States,
     StateShard,
     StateView,
+    Steps,
     adopt,
     collect,
-    describe_names,
     dotted,
+    made_for_frozen,
     states_of,
     without_uninitialized,
 )
-from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.planning.param_groups import MASTER, GroupPolicy
 from onecopy.planning.traits import is_torch_class, options_of
-from onecopy.sharding.sharded_params import ShardedParams
 
 # -------------------------------------------------------------------------- what a checkpoint has
 
@@ -242,7 +241,7 @@ def match(
     """
     known, listed = set(view.names), {name for group in saved.groups for name in group["params"]}
     owned = {
-        *{view.names[owned.shard.param] for owned in view.local.shards},
+        *{view.names[owned.shard.param] for owned in view.params.inner.shards},
         *(view.names[shard.param] for shard in shards),
     }
     ours = {(view.names[shard.param], dotted(shard.path)): shard for shard in shards}
@@ -290,7 +289,7 @@ def _difference(view: StateView, expected: StateShard, entry: Entry) -> str:
             return f"shape {saved.shape} in the checkpoint, {expected.shape} here"
         # To a parameter's own dtype torch casts state when it is loaded.
         dtype, theirs = expected.data.dtype, getattr(torch, saved.dtype)
-        of_param = view.registry.params[expected.param].dtype
+        of_param = view.params.registry.params[expected.param].dtype
         if dtype != theirs and not (theirs == of_param and dtype.is_floating_point):
             return f"{theirs} in the checkpoint, {dtype} here"
     return ""
@@ -299,8 +298,8 @@ def _difference(view: StateView, expected: StateShard, entry: Entry) -> str:
 def _of_other_classes(view: StateView, saved: SavedState) -> dict[str, str]:
     """The parameters that had another class, and which, as far as the checkpoint tells."""
     found = {}
-    for name, entry in zip(view.names, view.registry.entries, strict=True):
-        ours = view.registry.policies[entry.group].class_name
+    for index, name in enumerate(view.names):
+        ours = view.policy(index).class_name
         theirs = saved.classes.get(name, ours)
         # Classes of other packages may have been renamed since; their keys must tell.
         if theirs != ours and is_torch_class(theirs) and is_torch_class(ours):
@@ -399,7 +398,9 @@ def regrouped(
     return moved, concerned
 
 
-_SAME_GROUPS = (
+# The policies of the groups, with these options of theirs.
+PoliciesFor = Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]]
+SAME_GROUPS = (
     "Options belong to groups: build the optimizer with the groups that it had when it was saved"
 )
 
@@ -407,67 +408,24 @@ _SAME_GROUPS = (
 # -------------------------------------------------------------------------- loading
 
 
-def agree_on_shards(
-    rank_group: RankGroup,
-    view: StateView,
-    shards: Sequence[StateShard],
-    groups: Sequence[Mapping[str, Any]],
-    incomplete: Sequence[str],
-    policies_for: Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]],
-) -> Loadable:
-    """The state that DCP has read, or an error on all ranks. Collective."""
-    options: list[dict[str, Any]] = []
-
-    def prepare() -> list[str]:
-        if incomplete:
-            raise ValueError(
-                f"the checkpoint does not cover the state of {_first(incomplete)}: is it complete?"
-            )
-        known = {name for group in groups for name in group["params"]}
-        lost = [name for name in view.names if name not in known]
-        if lost:
-            raise ValueError(
-                f"the checkpoint does not know {_first(lost)}: is it of another model, or were "
-                "the groups others? load(path) finds them by name"
-            )
-        moved, _ = regrouped(view, [group["params"] for group in groups])
-        if moved:
-            listed = [f"{name} ({where})" for name, where in moved.items()]
-            raise ValueError(
-                "parameters are grouped otherwise than in the checkpoint: "
-                f"{_first(listed)}. {_SAME_GROUPS}"
-            )
-        options.extend(options_from(view, groups))
-        if rank_group.world_size > 1:
-            view.registry.require_plan_fits(policies_for(options), rank_group.world_size)
-        return describe_names(view.registry, view.names)
-
-    same_outcome(rank_group, "loading a checkpoint", prepare)
-    states, params = states_of(shards), view.registry.params
-    frozen = {params[key]: states.pop(key) for key in list(states) if isinstance(key, int)}
-    cut = without_uninitialized(view, states, rank_group)
-    return with_ranks_told(rank_group, Loadable(options, frozen, cut, {}))
-
-
-def _first(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
 def load_checkpoint(
     rank_group: RankGroup,
-    sharded_params: ShardedParams,
-    groups: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
+    view: StateView,
     directory: Path,
     *,
-    policies_for: Callable[[Sequence[Mapping[str, Any]]], Sequence[GroupPolicy]],
+    policies_for: PoliciesFor,
     strict: bool,
     key: str | None,
 ) -> tuple[Loadable, LoadReport]:
     """Give the inner optimizers what the checkpoint has for them. Collective.
 
-    To be called inside ``sharded_params.all_or_nothing``: if it raises, it does so on all ranks.
+    To be called inside ``view.params.all_or_nothing``: if it raises, it does so on all ranks.
     """
+    sharded_params, groups, names = view.params, view.groups, view.names
     token, metadata = _share_metadata(rank_group, directory)
     exchange = rank_group.monitor.exchange(token, f"loading {directory}")
     found: list[Any] = []
@@ -478,37 +436,30 @@ def load_checkpoint(
             expected.update(_positions(names))
             saved = find_saved_state(parse_metadata(metadata), reader, key, expected)
             before, live = sharded_params.plan, set(sharded_params.inner.state)
-            registry, saved_names = sharded_params.registry, _names(names, saved)
-            view = StateView(
-                sharded_params.inner, registry, before, groups, saved_names, rank_group.rank
-            )
-            moved, concerned = regrouped(view, saved.grouping or [])
-            other_classes = _of_other_classes(view, saved)
+            named = replace(view, names=_names(names, saved))
+            moved, concerned = regrouped(named, saved.grouping or [])
+            other_classes = _of_other_classes(named, saved)
             # Those that are grouped otherwise are reported below, and refused if it is strict.
             options = options_from(
-                view, saved.groups, strict and not moved, other_classes, concerned
+                named, saved.groups, strict and not moved, other_classes, concerned
             )
-            with_state = _with_state(sharded_params, view, saved, reader)
+            with_state = _with_state(named, saved, reader)
             sharded_params.make_room_for(groups, with_state, policies_for(options))
-            # From here on for the plan and with the options that are to be.
-            view = replace(
-                view,
-                registry=sharded_params.registry,
-                plan=sharded_params.plan,
-                groups=[{**ours, **theirs} for ours, theirs in zip(groups, options, strict=True)],
-            )
-            shards = collect(view, live=False)
-            report, unfit = match(view, shards, saved, moved, other_classes)
+            # From here on with the options that are to be, as for the plan.
+            given = zip(groups, options, strict=True)
+            loading = replace(named, groups=[{**ours, **theirs} for ours, theirs in given])
+            shards = collect(loading, live=False)
+            report, unfit = match(loading, shards, saved, moved, other_classes)
             buckets = sharded_params.plan.buckets[: len(before.buckets)]
             if live and unfit and buckets != before.buckets:
                 raise ValueError(
                     "the options in the checkpoint cut tensors elsewhere, so that the state of "
-                    f"{_first(sorted(unfit))}, which does not fit, could not be kept: build the "
+                    f"{first_of(sorted(unfit))}, which does not fit, could not be kept: build the "
                     "optimizer with these options (fused) before loading"
                 )
             if report.fits or not strict:
-                read = _read(view, shards, unfit, saved, reader, exchange.beat)
-                found.extend((view, options, read, _kept(view, unfit), saved.not_begun))
+                read = _read(loading, shards, unfit, saved, reader, exchange.beat)
+                found.extend((loading, options, read, _kept(loading, unfit), saved.not_begun))
         return report
 
     def decide(reports: list[Any]) -> LoadReport:
@@ -521,7 +472,7 @@ def load_checkpoint(
                     "load(path, module) tells it the names"
                 )
             elif any(text.startswith(_GROUPS) for text in report.mismatched):
-                hint = f". Groups that differ then keep their options. {_SAME_GROUPS}"
+                hint = f". Groups that differ then keep their options. {SAME_GROUPS}"
             raise ValueError(
                 f"{directory} does not fit this optimizer; nothing was changed\n{report}\n"
                 f"If this is meant to be, load(path, strict=False) takes what fits{hint}"
@@ -540,19 +491,17 @@ def load_checkpoint(
     return Loadable(options, {}, states, {}), report
 
 
-def _with_state(
-    sharded_params: ShardedParams, view: StateView, saved: SavedState, reader: DataFileReader
-) -> set[torch.Tensor]:
+def _with_state(view: StateView, saved: SavedState, reader: DataFileReader) -> set[torch.Tensor]:
     """The parameters that have state in the checkpoint. Not counted are frozen ones whose saved
     state is what the class makes in its constructor."""
-    params = dict(zip(view.names, sharded_params.registry.params, strict=True))
+    params = dict(zip(view.names, view.params.registry.params, strict=True))
     with_state = {params[name] for name, _ in saved.states if name in params}
-    frozen = {view.names[index] for index in view.made_at_construction()}
+    frozen = {view.names[index] for index, _ in made_for_frozen(view.params, view.groups)}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for (name, path), entry in saved.states.items():
         if name in frozen:
             states.setdefault(params[name], {})[path] = reader.read(entry)
-    return with_state - sharded_params.frozen_with_constructor_state(view.groups, states)
+    return with_state - view.params.frozen_with_constructor_state(view.groups, states)
 
 
 def _read(
@@ -589,9 +538,9 @@ def _read(
 def _kept(view: StateView, unfit: Container[str]) -> States:
     """The live state and the master copies of parameters that do not fit."""
     found = {}
-    for owned in view.local.shards:
+    for owned in view.params.inner.shards:
         if view.names[owned.shard.param] in unfit:
-            state = dict(view.local.state.get(owned.tensor, {}))
+            state = dict(view.params.inner.state.get(owned.tensor, {}))
             if owned.has_master:
                 state[MASTER] = owned.tensor.detach().clone()
             if state:

@@ -37,12 +37,12 @@ from onecopy.checkpoint.state import (
     BY_INDEX,
     StateShard,
     StateView,
+    Steps,
     collect,
     collect_groups,
     describe_names,
     dotted,
 )
-from onecopy.checkpoint.state import Path as Steps
 from onecopy.comm.agreement import same_outcome
 from onecopy.comm.group import RankGroup
 from onecopy.version import __version__
@@ -71,8 +71,8 @@ def save_checkpoint(
             return [
                 f"to {directory}",
                 f"flattened: {flatten}",
-                f"plan {view.plan.digest}",
-                *describe_names(view.registry, view.names),
+                f"plan {view.params.plan.digest}",
+                *describe_names(view.params.registry, view.names),
             ]
 
         same_outcome(rank_group, "saving a checkpoint", prepare)
@@ -108,7 +108,8 @@ def _save(
                     add(stored.place.length)
                     exchange.beat()
         sync_directory(directory)
-        new = (owned for owned in view.local.shards if not view.local.state.get(owned.tensor))
+        inner = view.params.inner
+        new = (owned for owned in inner.shards if not inner.state.get(owned.tensor))
         return written, list({view.names[owned.shard.param] for owned in new})
 
     cause: Exception | None = None
@@ -201,14 +202,14 @@ def _mark(
 ) -> Mapping[str, Any]:
     """Says in the file what cannot be seen from its keys."""
     classes: dict[str, list[str]] = {}
-    for name, entry in zip(view.names, view.registry.entries, strict=True):
-        classes.setdefault(view.registry.policies[entry.group].class_name, []).append(name)
+    for index, name in enumerate(view.names):
+        classes.setdefault(view.policy(index).class_name, []).append(name)
     return {
         "version": __version__,
         "names": "positions" if view.names[0].startswith(BY_INDEX) else "names",
         "classes": classes,
         "groups": [view.names_in(number) for number in range(len(view.groups))],
-        "frozen": [view.names[index] for index in view.frozen],
+        "frozen": [name for i, name in enumerate(view.names) if i not in view.params.plan.params],
         "not_begun": without_state,
         "digest": digest(written),
     }

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import Chunk, chunks_of, is_dense, storage_order
-from onecopy.planning.param_groups import MASTER, ParamRegistry
-from onecopy.planning.plan import Plan
+from onecopy.planning.param_groups import MASTER, GroupPolicy, Groups, ParamRegistry
 from onecopy.planning.text import shown
 from onecopy.planning.traits import (
     NOT_OPTIONS,
@@ -35,12 +34,12 @@ from onecopy.planning.traits import (
     tensors_in,
 )
 from onecopy.sharding.inner import InnerOptimizers, OwnedShard
-from onecopy.sharding.sharded_params import names_in
+from onecopy.sharding.sharded_params import ShardedParams, names_in
 from onecopy.torch_private import WRAPPED_MODULES
 
 BY_INDEX = "by_index."
 
-Path = tuple[str | int, ...]
+Steps = tuple[str | int, ...]  # the way to a leaf of nested containers
 States = dict[OwnedShard, dict[Any, Any]]  # what a class keeps of each, and the master copy
 
 
@@ -50,7 +49,7 @@ class StateShard:
     plain value."""
 
     param: int  # number in the registry
-    path: Path  # in the state of the parameter: ("exp_avg",), ("history", 0), (MASTER,)
+    path: Steps  # in the state of the parameter: ("exp_avg",), ("history", 0), (MASTER,)
     data: Any  # a tensor as the inner optimizer holds it, 1-D if it is cut; or a plain value
     start: int = 0
     stop: int = 0
@@ -97,9 +96,7 @@ class StateShard:
 class StateView:
     """What :func:`collect` reads of an optimizer, and the names of its parameters."""
 
-    local: InnerOptimizers
-    registry: ParamRegistry
-    plan: Plan
+    params: ShardedParams
     groups: Sequence[Mapping[str, Any]]  # with the options that decide what state there is
     names: Sequence[str]  # of the parameters, by their number
     rank: int
@@ -108,41 +105,43 @@ class StateView:
 
     def names_in(self, number: int) -> list[str]:
         """The names of the parameters of a group."""
-        entries = zip(self.names, self.registry.entries, strict=True)
+        entries = zip(self.names, self.params.registry.entries, strict=True)
         return [name for name, entry in entries if entry.group == number]
+
+    def policy(self, index: int) -> GroupPolicy:
+        """Of the group of a parameter."""
+        registry = self.params.registry
+        return registry.policies[registry.entries[index].group]
 
     def template(self, index: int) -> StateTemplate:
         """Of the state of a parameter: its class, with the options of its group."""
-        number = self.registry.entries[index].group
-        group, cls = self.groups[number], self.registry.policies[number].optimizer_class
-        options = options_of(group)
+        group = self.groups[self.params.registry.entries[index].group]
+        cls, options = self.policy(index).optimizer_class, options_of(group)
         return StateTemplate(
             cls,
-            lambda stand_in: self.local.construct(cls, [{"params": [stand_in], **options}]),
+            lambda stand_in: self.params.inner.construct(cls, [{"params": [stand_in], **options}]),
             group.get("lr", 0.0),
         )
 
-    @property
-    def frozen(self) -> list[int]:
-        """The parameters that the plan does not hold."""
-        return [index for index in range(len(self.names)) if index not in self.plan.params]
 
-    def made_at_construction(self) -> dict[int, Mapping[str, Any]]:
-        """The state of frozen parameters, if the class makes it in its constructor."""
-        found = {}
-        for index in self.frozen:
-            number, param = self.registry.entries[index].group, self.registry.params[index]
-            cls = self.registry.policies[number].optimizer_class
-            made = self.local.constructor_state(cls, self.groups[number], [param])
-            if param in made:
-                found[index] = made[param]
-        return found
+def made_for_frozen(
+    params: ShardedParams, groups: Groups
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The state of each parameter that the plan does not hold, if the class makes it in its
+    constructor; one after the other, for they may be large."""
+    registry = params.registry
+    for index, entry in enumerate(registry.entries):
+        if index not in params.plan.params:
+            cls = registry.policies[entry.group].optimizer_class
+            made = params.inner.constructor_state(cls, groups[entry.group], [entry.param])
+            if entry.param in made:
+                yield index, made[entry.param]
 
 
 # -------------------------------------------------------------------------- trees
 
 
-def leaves_of(tree: Any, what: str, path: Path = ()) -> dict[Path, Any]:
+def leaves_of(tree: Any, what: str, path: Steps = ()) -> dict[Steps, Any]:
     """The tensors and plain values in nested containers, by the paths that DCP gives them.
 
     A list or tuple without tensors is one leaf, unless it is a list of dicts or lists. Raises
@@ -175,7 +174,9 @@ def leaves_of(tree: Any, what: str, path: Path = ()) -> dict[Path, Any]:
     return {path: rebuild(tree, {})}
 
 
-def rebuild(tree: Any, leaves: Mapping[Path, Any], as_saved: bool = False, path: Path = ()) -> Any:
+def rebuild(
+    tree: Any, leaves: Mapping[Steps, Any], as_saved: bool = False, path: Steps = ()
+) -> Any:
     """The containers of a tree, with these leaves in place of its own. ``as_saved``: as DCP knows
     them, with text for keys and lists of tensors for tuples."""
     if path in leaves:
@@ -191,7 +192,7 @@ def rebuild(tree: Any, leaves: Mapping[Path, Any], as_saved: bool = False, path:
     return tree
 
 
-def leaves_of_state(state: Mapping[Any, Any], name: str, is_cut: bool) -> dict[Path, Any]:
+def leaves_of_state(state: Mapping[Any, Any], name: str, is_cut: bool) -> dict[Steps, Any]:
     """The leaves of the state of a parameter, or the error why it cannot be saved."""
     for key, value in state.items() if is_cut else ():
         if isinstance(value, (dict, list, tuple)) and tensors_in(value):
@@ -213,19 +214,19 @@ def collect(view: StateView, live: bool = True) -> list[StateShard]:
     that the class would make, with the values with which it starts; -0.0 marks that it does not
     exist. Raises ``TypeError`` or ``ValueError`` if a checkpoint cannot carry the state.
     """
-    for inner in view.local.inners:
-        for key in inner.optimizer.state:
+    for each in view.params.inner.inners:
+        for key in each.optimizer.state:
             if not isinstance(key, torch.Tensor):
                 raise TypeError(
-                    f"{type(inner.optimizer).__name__} keeps state under {key!r}, which "
+                    f"{type(each.optimizer).__name__} keeps state under {key!r}, which "
                     "belongs to no parameter: a sharded checkpoint has no place for it. Use "
                     "consolidate_state_dict() and state_dict()"
                 )
-    found = []
-    for index in sorted(view.plan.params):
-        held = view.local.of(view.registry.params[index])
+    found, inner = [], view.params.inner
+    for index in sorted(view.params.plan.params):
+        held = inner.of(view.params.registry.params[index])
         # An empty state is none: a class may have looked for one.
-        states = [view.local.state.get(owned.tensor) or None if live else None for owned in held]
+        states = [inner.state.get(owned.tensor) or None if live else None for owned in held]
         for owned, state in zip(held, states, strict=True):
             if state is None or None in states:
                 found += _first_shards(view, owned)
@@ -233,7 +234,7 @@ def collect(view: StateView, live: bool = True) -> list[StateShard]:
                 shards = _shards_of(view, owned, state)
                 _require_first_form(view, owned, shards)
                 found += shards
-    for index, made in view.made_at_construction().items():
+    for index, made in made_for_frozen(view.params, view.groups):
         leaves = leaves_of_state(made, view.names[index], is_cut=False)
         found += _as_shards(index, made, leaves, is_writer=view.rank == 0)
     return found
@@ -246,7 +247,7 @@ def collect_groups(view: StateView) -> list[list[StateShard]]:
     for number, group in enumerate(view.groups):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         tree = {**options, "params": view.names_in(number)}
-        leaves: dict[Path, Any] = {}
+        leaves: dict[Steps, Any] = {}
         for key, value in tree.items():
             leaves |= leaves_of(value, f"option {key!r} of group {number}", (key,))
         found.append(_as_shards(number, tree, leaves, is_writer=view.rank == 0))
@@ -263,7 +264,7 @@ def _shards_of(view: StateView, owned: OwnedShard, state: Mapping[Any, Any]) -> 
 def _as_shards(
     param: int,
     tree: Mapping[Any, Any],
-    leaves: Mapping[Path, Any],
+    leaves: Mapping[Steps, Any],
     is_writer: bool,
     owned: OwnedShard | None = None,
 ) -> list[StateShard]:
@@ -292,7 +293,7 @@ def _require_first_form(view: StateView, owned: OwnedShard, shards: Sequence[Sta
     Why: whoever loads the checkpoint knows that form only, and would leave the rest behind.
     """
     index = owned.shard.param
-    cls = view.registry.policies[view.registry.entries[index].group].optimizer_class
+    cls = view.policy(index).optimizer_class
     if cls.__module__.startswith("torch.optim."):  # their state does not change its form
         return
     first, now = (
@@ -315,9 +316,9 @@ def _require_first_form(view: StateView, owned: OwnedShard, shards: Sequence[Sta
 def _first_shards(view: StateView, owned: OwnedShard) -> list[StateShard]:
     """The state with which the class begins; its tensors are one element each in memory."""
     index, tensor = owned.shard.param, owned.tensor
-    number, template = view.registry.entries[index].group, view.template(index)
+    number, template = view.params.registry.entries[index].group, view.template(index)
     # A small stand-in shows that of an elementwise class; others may treat every shape otherwise.
-    is_small = view.registry.policies[number].kind is Kind.ELEMENTWISE and is_dense(owned.param)
+    is_small = view.policy(index).kind is Kind.ELEMENTWISE and is_dense(owned.param)
     shape = None if is_small else (tensor.shape, tensor.stride())
     form = (number, tensor.dtype, tensor.device, shape)
     if form not in view._first:
@@ -369,7 +370,7 @@ def without_uninitialized(
             if _existed(state, view.template(index)):
                 mine[index] = 0
         least, _ = rank_group.extremes(mine, mine)
-        entries = list(zip(view.names, view.registry.entries, least.tolist(), strict=True))
+        entries = list(zip(view.names, view.params.registry.entries, least.tolist(), strict=True))
         begun = {entry.group for _, entry, is_new in entries if not is_new and entry.param.numel()}
         names = {
             name
@@ -408,7 +409,7 @@ def states_of(shards: Iterable[StateShard]) -> dict[Any, dict[Any, Any]]:
     """What these are all leaves of, but for a master copy that may be missing: the states of owned
     shards, and of frozen parameters by their numbers."""
     trees: dict[Any, Any] = {}
-    leaves: dict[Any, dict[Path, Any]] = {}
+    leaves: dict[Any, dict[Steps, Any]] = {}
     for shard in shards:
         key = shard.param if shard.owned is None else shard.owned
         trees[key] = shard.tree
@@ -500,7 +501,7 @@ def copied(value: Any) -> Any:
 # -------------------------------------------------------------------------- names
 
 
-def dotted(path: Path) -> str:
+def dotted(path: Steps) -> str:
     """A path as DCP writes it."""
     return ".".join(map(str, path))
 

@@ -147,7 +147,7 @@ def gradients_in_flight_and_held(optimizer: ZeroRedundancyOptimizer) -> tuple[in
     """How many buckets of gradients are in flight, and how many slots hold some."""
     reducer = reducer_of(optimizer)
     held = sum(bucket.slot.holds for bucket in reducer.prepared.buckets)
-    return len(reducer._queue.in_flight), held
+    return len(reducer.queue.in_flight), held
 
 
 def lanes_of(optimizer: ZeroRedundancyOptimizer) -> list[GradBucket]:
