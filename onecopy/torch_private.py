@@ -27,6 +27,15 @@ CHECKED = {
         "a private group of all ranks is made by new_group; a subgroup is refused"
     ),
     "torch.distributed.distributed_c10d._world": "building an optimizer raises",
+    "torch.distributed.distributed_c10d._world.pg_map": "the first step raises",
+    "torch.distributed.distributed_c10d._world.pg_names": "a subgroup raises before torch 2.14",
+    "torch.distributed.distributed_c10d._world.pg_group_ranks": "building an optimizer raises",
+    "torch.distributed.distributed_c10d._set_pg_timeout": (
+        "torch.distributed.set_timeout; without both, a timeout that is set later raises"
+    ),
+    "ProcessGroup.bound_device_id": "building an optimizer raises",
+    "ProcessGroup.get_group_store": "before 2.7: the store is looked up in _world.pg_map",
+    "ProcessGroup.shutdown": "before 2.7: torch shuts the group down itself",
     "ProcessGroup._get_backend": (
         "the private group has torch's default timeout and not that of the user's group"
     ),
@@ -39,6 +48,7 @@ CHECKED = {
     "torch._utils._flatten_dense_tensors": "import raises",
     "torch.autograd.Variable._execution_engine": "an attached backward raises",
     "torch._C._current_graph_task_id": "an attached forward raises",
+    "torch._compile": "as torch._compile._disable_dynamo",
     "torch._compile._disable_dynamo": "torch.compiler.disable, which imports dynamo",
     "torch.autograd.profiler._is_profiler_enabled": "tracing starts in any case",
     "nn.Module._parameters": "a replaced parameter is not noticed",
@@ -48,16 +58,20 @@ CHECKED = {
     "FullyShardedDataParallel._fsdp_wrapped_module": "stays in the names of parameters",
     "DistributedDataParallel._active_ddp_module": "the message for p.grad is less exact",
     "DistributedDataParallel._comm_hooks": "a foreign communication hook is not noticed",
-    "DistributedDataParallel._check_reducer_finalized": "the first step raises",
+    "DistributedDataParallel._check_reducer_finalized": (
+        "the first step raises; on one rank the first zero_grad"
+    ),
     "DistributedDataParallel._has_rebuilt_buckets": "none; it is only written",
     "DistributedDataParallel.reducer._get_zeros_like_grad_buckets": (
         "the message for p.grad is less exact"
     ),
     "DistributedDataParallel.reducer._reset_state": "after a failed backward: raises",
     "DistributedDataParallel._divide_by_initial_world_size": "Join over DDP raises",
-    "Joinable._join_config": "the first step raises",
+    "Joinable._join_config": "the first step or attached backward raises",
     "Optimizer._optimizer_step_pre_hooks": "the first step raises",
     "Optimizer._optimizer_step_post_hooks": "the first step raises",
+    "Optimizer.step.hooked": "the user's global step hooks run once for each bucket",
+    "Optimizer.step.__wrapped__": "the first step raises",
     "Optimizer._optimizer_state_dict_pre_hooks": "state_dict raises",
     "Optimizer._optimizer_state_dict_post_hooks": "state_dict raises",
     "Optimizer._optimizer_load_state_dict_pre_hooks": "load_state_dict raises",
@@ -186,6 +200,12 @@ def timeout_of(group: Any) -> timedelta | None:
     return timeout
 
 
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of a group; ``torch.distributed.set_timeout`` is there since 2.15."""
+    set_it: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_it(timeout, group)
+
+
 def _world() -> Any:
     """``distributed_c10d._world``, the tables of all groups of the process. Without it no
     optimizer can be built: AttributeError."""
@@ -226,7 +246,7 @@ _NO_BACKWARD = -1  # the id of autograd's current task
 
 # Why not torch.compiler.disable: it imports all of dynamo.
 disable_dynamo: Callable[[Any], Any] = (
-    getattr(torch._compile, "_disable_dynamo", None) or torch.compiler.disable
+    getattr(getattr(torch, "_compile", None), "_disable_dynamo", None) or torch.compiler.disable
 )
 
 

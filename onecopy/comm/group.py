@@ -269,11 +269,12 @@ def private_group(monitor: GroupMonitor, device: torch.device) -> Any:
     if group is None:
         config = dist.get_backend_config(user_group)
         kinds = {entry.partition(":")[2] for entry in config.split(",")}
+        timeout = monitor.status.timeout = timeout_of(user_group)
         group = make_process_group(
             _new_name(monitor, device),
             dist.get_process_group_ranks(user_group),
             kinds.pop() if len(kinds) == 1 else config,
-            timeout_of(user_group),
+            timeout,
         )
         _private_groups[user_group] = group
         weakref.finalize(user_group, _destroy, weakref.ref(group)).atexit = False

@@ -249,8 +249,8 @@ def _add_run(slot: torch.Tensor, holds: bool, first: torch.Tensor, *others: torc
         return
     # Narrow contributions are summed in the wider dtype of the gradient.
     total = first.to(torch.promote_types(first.dtype, slot.dtype))
-    for other in others:
-        total.add_(other)
+    for other in others:  # the first may lie in the memory of another rank: not to be written to
+        total = total + other if total is first else total.add_(other)
     slot.add_(total) if holds else slot.copy_(total)
 
 

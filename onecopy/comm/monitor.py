@@ -27,7 +27,7 @@ from onecopy.comm.waiting import (
     wait_interruptibly,
 )
 from onecopy.planning.text import name_ranks
-from onecopy.torch_private import is_process_group_alive, store_of, timeout_of
+from onecopy.torch_private import is_process_group_alive, set_timeout, store_of, timeout_of
 
 ANSWER_WITHIN = 5.0  # seconds
 REPORT_WITHIN = 10.0  # seconds, with the roll call
@@ -61,6 +61,7 @@ class RankStatus:
     optimizers: int = 0  # built so far: the same on all ranks
     attachments: int = 0  # of optimizers, so far: the same on all ranks
     failure: str = ""  # why the group is of no use any more
+    timeout: timedelta | None = None  # of our own group; None if it is not known
     count: int = 0  # of notes
     place: str = ""  # what the rank is doing
     last: str = ""  # the same, maybe in more detail
@@ -379,8 +380,19 @@ class GroupMonitor:
         is_joined: bool = False,
     ) -> None:
         """Tell the store where this rank is, for the error message of a rank that waits for it."""
-        text = text if same_place else f"{text}{self.whose}"
+        if not same_place:
+            text = f"{text}{self.whose}"
+            self._follow_timeout()
         self.status.write(text, same_place, is_error, self.number, is_joined)
+
+    def _follow_timeout(self) -> None:
+        """Give our own group the timeout that the user has set on theirs in the meantime."""
+        if self.group is self.user_group or not is_process_group_alive(self.user_group):
+            return
+        timeout = timeout_of(self.user_group)
+        if timeout is not None and timeout != self.status.timeout:
+            set_timeout(self.group, timeout)
+            self.status.timeout = timeout
 
     def add_to_note(self, detail: str) -> None:
         """Where exactly in it this rank is."""
