@@ -171,6 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
+        # In drop-in mode: whether they were found to be averaged, since the parameters changed.
         self._gradients_compared = False
         self._steps = 0
         bucket_view = parameters_as_bucket_view
@@ -460,6 +461,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults = self._inner.defaults
         self._flags = flags_of(self.param_groups)
         self._full_state = "a parameter group was added after the last consolidation"
+        self._gradients_compared = False
         self._params.rebuild()
         if self._attachment is not None:
             self._attachment.reducer.catch_up()
@@ -500,6 +502,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self._params.all_or_nothing():
             same_outcome(self._rank_group, what, prepare)
         self._params.is_confirmed, self._loaded = True, []
+        if unfrozen:
+            self._gradients_compared = False  # does DDP know of these parameters?
         self._params.rebuild()
 
     # ------------------------------------------------------------------ attached mode
@@ -592,6 +596,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._last_will()
         finally:
             self._attachment = None
+            self._gradients_compared = False  # from now on somebody else averages them
             self._rank_group.monitor.add_to_note("then detached")
 
     def wait(self) -> None:
@@ -1189,6 +1194,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         new._inner, registry = copy.deepcopy((self._inner, self._params.registry), memo)
         new._params = self._params.copied(new._inner, registry)
         new._full_state = "this optimizer is a copy that was not consolidated"
+        new._gradients_compared = False
         new._tracing = None
         new._join = JoinParticipant(weakref.ref(new), new._rank_group)
         Optimizer.__setstate__(new, {})

@@ -18,7 +18,14 @@ from onecopy.comm.group import RankGroup
 from onecopy.planning.layout import in_layout_of, is_dense
 from onecopy.planning.text import name_ranks
 from onecopy.sharding.inner import InnerOptimizers
-from onecopy.sharding.sharded_params import ODD, ShardedParams, fingerprint
+from onecopy.sharding.sharded_params import (
+    ODD,
+    SAME_ORDER,
+    ShardedParams,
+    fingerprint,
+    gather_digests,
+    is_permuted,
+)
 
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 _VIEW_BYTES = 200
@@ -30,7 +37,9 @@ def compare_gradients(
     """Raise or warn on all ranks if ``param.grad`` differs; whether this has settled it: gradients
     that are zero everywhere prove nothing. ``strict``: raise. Collective.
 
-    Why only a warning by default: torch's class accepts such training.
+    Why only a warning by default: torch's class accepts such training. If one rank has the
+    gradients of another in another order, they were averaged, and the parameters are in another
+    order: that is an error.
     """
     registry = sharded_params.registry
     views, any_nonzero = _gradients_in_words(registry.params)
@@ -40,7 +49,16 @@ def compare_gradients(
     except RanksDisagree as difference:
         if difference.line is None:  # the ranks do not even do the same
             raise
-        error = _not_averaged(difference, sharded_params.name_in_module(difference.line))
+        name = sharded_params.name_in_module(difference.line)
+        found = "\n".join([f"{rank_group.whose}:", *difference.message.split("\n")[1:-1], ""])
+        have_gradients = [str(param.grad is not None) for param in registry.params]
+        present, *digests = gather_digests(rank_group, have_gradients, views, sorted(views))
+        if len(set(present)) == 1 and is_permuted(*digests):
+            raise RanksDisagree(
+                f"the gradient of {name} is that of another parameter on some ranks{found}"
+                f"{SAME_ORDER}"
+            ) from None
+        error = _not_averaged(name, found)
         if strict:
             raise error from None
         warnings.warn(str(error), stacklevel=_user_level())
@@ -48,13 +66,12 @@ def compare_gradients(
     return any_nonzero
 
 
-def _not_averaged(difference: RanksDisagree, name: str) -> RanksDisagree:
-    views = "\n".join(difference.message.split("\n")[1:-1])
+def _not_averaged(name: str, found: str) -> RanksDisagree:
     return RanksDisagree(
-        f"the gradient of {name} is not the same on all ranks, so it was not averaged:\n"
-        f"{views}\nWithout attach(...), step() expects gradients that were averaged over the "
-        "ranks. Wrap the module, DistributedDataParallel(model), call that, and do the last "
-        "backward before step() outside of no_sync(); or call optimizer.attach(model)"
+        f"the gradient of {name} is not the same on all ranks, so it was not averaged{found}"
+        "Without attach(...), step() expects gradients that were averaged over the ranks. Wrap the "
+        "module, DistributedDataParallel(model), call that, and do the last backward before "
+        "step() outside of no_sync(); or call optimizer.attach(model)"
     )
 
 

@@ -57,7 +57,8 @@ class Attachment:
         self._join = join
         self._steps = steps
         self.divides_by_all = True  # also by ranks that have joined
-        self.reducer = GradientReducer(rank_group, reduce_dtype, sharded_params.inner.master_dtype)
+        master_dtype, name_of = sharded_params.inner.master_dtype, sharded_params.name_in_module
+        self.reducer = GradientReducer(rank_group, reduce_dtype, master_dtype, name_of)
         self.hooks: ModuleHooks | DDPHooks
         if isinstance(module, DistributedDataParallel):
             self.hooks = DDPHooks(module, self.reducer, join, self._enter, self.zero_grad)

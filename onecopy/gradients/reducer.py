@@ -80,9 +80,11 @@ class GradientReducer:
         rank_group: RankGroup,
         reduce_dtype: torch.dtype | None,
         master_dtype: torch.dtype | None,
+        name_of: Callable[[int], str] = "parameter {}".format,
     ) -> None:
-        """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``."""
-        self.rank_group = rank_group
+        """Gradients travel in ``reduce_dtype``, and are summed for a master of ``master_dtype``.
+        ``name_of``: a parameter in an error."""
+        self.rank_group, self._name_of = rank_group, name_of
         self._reduce_dtype, self.master_dtype = reduce_dtype, master_dtype
         self.accumulates = master_dtype is not None  # whether ``accumulate`` may do something
         # Apart from all-gathers and other attachments: ranks on which one backward reaches several
@@ -212,8 +214,8 @@ class GradientReducer:
                 continue
             if grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"parameter {index} has a sparse gradient, which cannot be reduced in attached "
-                    "mode: use sparse=False, or leave out attach(...)"
+                    f"{self._name_of(index)} has a sparse gradient, which cannot be reduced in "
+                    "attached mode: use sparse=False, or leave out attach(...)"
                 )
             found[index] = grad
         for index in taken:

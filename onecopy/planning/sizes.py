@@ -27,7 +27,7 @@ class MemoryReport:
     master_copies: int
     staging: int  # buffers that buckets pass through, kept between the steps
     # DDP's own copy of all gradients, which it keeps when we are attached to it. With its option
-    # lazy_bucket_allocation it has one during backward only.
+    # lazy_bucket_allocation it has one during backward only, and then this is the most of it.
     ddp_buckets: int
 
     @property

@@ -94,7 +94,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {summary}"
 
 
-_SAME_ORDER = (
+SAME_ORDER = (
     "These are different parameters, in one position. Pass the parameters in the same order on all "
     "ranks; named_parameters() instead of parameters() lets the ranks compare names."
 )
@@ -217,30 +217,23 @@ class ShardedParams:
             return
         entries, names = self.registry.entries[first:], self.modules.names.of[first:]
 
-        def gathered(*mine: Sequence[str]) -> list[list[bytes]]:
-            """A digest of each of these lists, of all ranks."""
-            texts = ["\n".join(lines).encode(errors="backslashreplace") for lines in mine]
-            digests = b"".join(hashlib.sha256(text).digest() for text in texts)
-            everyone = group.all_gather_bytes(digests)
-            return [[of[32 * i : 32 * (i + 1)] for of in everyone] for i in range(len(mine))]
-
         def refusal(entries: Sequence[Entry], views: Iterable[str]) -> Exception:
             lines = [f"{entry.name} {view}" for entry, view in zip(entries, views, strict=True)]
-            return difference(group, [f"{doing}{group.whose}", *lines], _SAME_ORDER)
+            return difference(group, [f"{doing}{group.whose}", *lines], SAME_ORDER)
 
         structure = self.modules.names.structure
-        ordered, unordered, structures = gathered(names, sorted(names), structure)
+        ordered, unordered, structures = gather_digests(group, names, sorted(names), structure)
         unnamed = [entry for entry, name in zip(entries, names, strict=True) if not name]
         if len(set(ordered)) > 1:
             is_same_model = len(set(structures)) == 1 and not any(
                 map(any, group.all_gather_bytes(bytes([bool(unnamed)])))
             )
-            if is_same_model or _is_permuted(ordered, unordered):
+            if is_same_model or is_permuted(ordered, unordered):
                 raise refusal(entries, (f"is {name or 'not in a module'}" for name in names))
             unnamed = list(entries)
         if unnamed:
             values = [_value(entry.param) for entry in unnamed]
-            if _is_permuted(*gathered(values, sorted(values))):
+            if is_permuted(*gather_digests(group, values, sorted(values))):
                 raise refusal(unnamed, (f"has the values {value}" for value in values))
 
     def name_in_module(self, index: int) -> str:
@@ -254,7 +247,8 @@ class ShardedParams:
         """Raise if a parameter was converted after it was planned and cannot be followed."""
         is_plain = self._flat is None and self.inner.master_dtype is None
         if self._rank_group.world_size > 1 or not is_plain:
-            self._memory.require_same_form()
+            numbers = {id(entry): number for number, entry in enumerate(self.registry.entries)}
+            self._memory.require_same_form(lambda entry: self.name_in_module(numbers[id(entry)]))
 
     def require_same_groups(self, groups: Groups) -> None:
         """Raise if the lists of parameters in the groups were changed by hand."""
@@ -381,12 +375,14 @@ class MemoryWatch:
             for of, known in zip(_MEMORY, self._memory, strict=True)
         )
 
-    def require_same_form(self) -> None:
+    def require_same_form(
+        self, name_of: Callable[[Entry], str] = operator.attrgetter("name")
+    ) -> None:
         """Raise if anything but the address of a parameter has changed, such as its dtype."""
         for entry, form in self._forms:
             if _form(entry.param) != form:
                 raise RuntimeError(
-                    f"{entry.name} has changed since the optimizer was built, from {form} to "
+                    f"{name_of(entry)} has changed since the optimizer was built, from {form} to "
                     f"{_form(entry.param)}, but its state is laid out for the former. Convert or "
                     "move the model before you build the optimizer"
                 )
@@ -594,7 +590,14 @@ def _value(param: torch.Tensor) -> str:
         return "[]"
 
 
-def _is_permuted(ordered: Sequence[bytes], unordered: Sequence[bytes]) -> bool:
+def gather_digests(group: RankGroup, *mine: Sequence[str]) -> list[list[bytes]]:
+    """A digest of each of these lists, of all ranks. Collective."""
+    texts = ["\n".join(lines).encode(errors="backslashreplace") for lines in mine]
+    everyone = group.all_gather_bytes(b"".join(hashlib.sha256(text).digest() for text in texts))
+    return [[of[32 * i : 32 * (i + 1)] for of in everyone] for i in range(len(mine))]
+
+
+def is_permuted(ordered: Sequence[bytes], unordered: Sequence[bytes]) -> bool:
     """Whether two ranks have the same in another order."""
     return len(set(zip(ordered, unordered, strict=True))) > len(set(unordered))
 

@@ -61,6 +61,7 @@ class Delays:
         self._patch.stop()
 
 
+@pytest.mark.also_c10d
 @distributed(1, 2, 4)
 @EVERY_FEED
 @pytest.mark.parametrize("model", [Mlp, ConvNet, TiedNet, Attention])
@@ -235,6 +236,7 @@ def test_a_load_that_makes_another_plan_is_followed(world: World, hooks: str) ->
     assert twins.optimizer.param_groups[0]["fused"]
 
 
+@pytest.mark.also_c10d
 @distributed(2, 3)
 def test_groups_that_are_added_are_awaited_too(world: World) -> None:
     torch.manual_seed(0)

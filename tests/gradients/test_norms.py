@@ -29,6 +29,7 @@ def same_on_all_ranks(value: torch.Tensor) -> bool:
     return len(set(everyone)) == 1
 
 
+@pytest.mark.also_c10d
 @distributed(1, 3)
 @EVERY_FEED
 @pytest.mark.parametrize(
@@ -166,6 +167,7 @@ def test_as_drop_in_it_is_torchs(world: World) -> None:
 # ---------------------------------------- loss scaling ----------------------------------------
 
 
+@pytest.mark.also_c10d
 @distributed(1, 2, 3)
 @EVERY_FEED
 def test_scaled_training_is_that_of_torchs_scaler_under_ddp(world: World, hooks: str) -> None:
@@ -282,6 +284,7 @@ class ComplexNet(nn.Module):
         return (self.waves * x).abs().square().sum() + (self.real * x).sum()
 
 
+@pytest.mark.also_c10d
 @distributed(1, 2, 3, timeout=20, pg_timeout=5)
 def test_complex_gradients_are_unscaled_and_clipped(world: World) -> None:
     model, plain_model = ComplexNet(), ComplexNet()

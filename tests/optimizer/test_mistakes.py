@@ -336,6 +336,63 @@ def test_gradients_that_were_never_averaged_are_told_once(world: World) -> None:
 
 
 @distributed(2, 3)
+def test_gradients_of_parameters_that_came_later_are_compared_again(world: World) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Linear(4, 4), Linear(4, 4))
+
+    # DDP was built while a layer was frozen, and does not average what is unfrozen then.
+    model = layers()
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    optimizer = build(model.parameters())
+    with silent():
+        trained(ddp, optimizer, world, steps=2)
+    model[0].requires_grad_(True)
+    with warned("parameter 0 (0.weight) is not the same"):
+        trained(ddp, optimizer, world)
+    # A layer outside of DDP.
+    model = layers()
+    ddp = DistributedDataParallel(model[0])
+    optimizer = build(model[0].parameters())
+    with silent():
+        trained(ddp, optimizer, world, steps=2)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    with warned("parameter 2 (1.weight) is not the same"):
+        trained(nn.Sequential(ddp, model[1]), optimizer, world)
+    # The bare module, after it was attached.
+    model = layers()
+    optimizer = build(model.parameters())
+    with silent():
+        trained(DistributedDataParallel(model), optimizer, world)
+        optimizer.attach(model)
+        trained(model, optimizer, world)
+        optimizer.detach()
+    with warned("parameter 0 (0.weight) is not the same"):
+        trained(model, optimizer, world)
+
+
+@distributed(2, 3)
+def test_averaged_gradients_in_another_order_are_parameters_in_another_order(world: World) -> None:
+    """Which construction cannot tell: two models of one class, from other seeds on each rank."""
+    torch.manual_seed(world.rank)
+    models = [Linear(4, 4), Linear(4, 4)]
+    ddps = [DistributedDataParallel(model, init_sync=False) for model in models]
+    is_odd = world.rank == 1
+    ordered = [*models[is_odd].parameters(), *models[not is_odd].parameters()]
+    optimizer = build(ordered)
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(world.rank))
+    for number, ddp in enumerate(ddps):
+        (ddp(inputs) * (1 + number)).square().sum().backward()
+    refused(
+        optimizer.step,
+        "the gradient of parameter 0",
+        "is that of another parameter on some ranks",
+        "Pass the parameters in the same order on all ranks",
+    )
+
+
+@distributed(2, 3)
 def test_gradients_that_differ_in_their_places_only_were_not_averaged(world: World) -> None:
     """As those of an embedding, where each rank has seen other tokens."""
     for is_sparse in (False, True):
@@ -581,7 +638,7 @@ def test_a_model_that_was_converted_before_attach_is_refused_there(world: World)
     module = twins()
     optimizer = build(module.parameters())
     module.to(torch.float64)
-    converted = "parameter 0 has changed since the optimizer was built, from torch.float32"
+    converted = "parameter 0 (0.weight) has changed since the optimizer was built, from torch.float"
     if world.size == 1:  # nothing is cut: it is followed
         optimizer.attach(module)
         module(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
@@ -593,7 +650,7 @@ def test_a_model_that_was_converted_before_attach_is_refused_there(world: World)
     optimizer = build(module.parameters())
     if world.rank == 1:
         module[1].bfloat16()
-    with pytest.raises(RuntimeError, match="parameter 2 has changed since the optimizer was built"):
+    with pytest.raises(RuntimeError, match=r"parameter 2 \(1\.weight\) has changed since"):
         optimizer.attach(module)
     module.float()
     optimizer.attach(module)

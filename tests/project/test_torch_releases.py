@@ -121,14 +121,15 @@ def test_subgroups_that_overlap(world: World, attached: bool) -> None:
 
 
 @distributed(*SIZES, pg_timeout=30)
-def test_groups_that_the_user_makes_after_ours(world: World) -> None:
+@pytest.mark.parametrize("attached", [False, True], ids=["drop-in", "attached"])
+def test_groups_that_the_user_makes_after_ours(world: World, attached: bool) -> None:
     everyone = list(range(world.size))
     members = everyone[:2]
     group = dist.new_group(members)
     if world.rank in members:
-        check_training(world, group)
+        check_training(world, group, attached)
     check_sum(world, everyone, dist.new_group(everyone))
-    check_training(world, dist.group.WORLD)
+    check_training(world, dist.group.WORLD, attached)
     check_sum(world, everyone, dist.new_group(everyone))
     if world.rank in members:
         check_sum(world, members, dist.new_group(members, use_local_synchronization=True))
@@ -173,26 +174,28 @@ def test_groups_of_which_one_member_has_an_optimizer(world: World, attached: boo
 
 
 @distributed(*SIZES, pg_timeout=30)
-def test_groups_that_are_destroyed_and_made_anew(world: World) -> None:
+@pytest.mark.parametrize("attached", [False, True], ids=["drop-in", "attached"])
+def test_groups_that_are_destroyed_and_made_anew(world: World, attached: bool) -> None:
     members = [0, 1]
     for _ in range(3):
         group = dist.new_group(members)
         if world.rank in members:
-            check_training(world, group)
+            check_training(world, group, attached)
             dist.destroy_process_group(group)
         del group
         dist.barrier()
-    check_training(world, dist.group.WORLD)
+    check_training(world, dist.group.WORLD, attached)
 
 
 @distributed(*SIZES, pg_timeout=30)
-def test_the_default_group_is_made_anew(world: World) -> None:
-    check_training(world, dist.group.WORLD)
+@pytest.mark.parametrize("attached", [False, True], ids=["drop-in", "attached"])
+def test_the_default_group_is_made_anew(world: World, attached: bool) -> None:
+    check_training(world, dist.group.WORLD, attached)
     store = dist.PrefixStore("anew", dist.distributed_c10d._get_default_store())
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    check_training(world, dist.group.WORLD)
+    check_training(world, dist.group.WORLD, attached)
 
 
 @distributed(*SIZES, pg_timeout=30)

@@ -151,6 +151,7 @@ def test_attached_gradients_are_summed_in_the_masters_dtype(world: World, lazy: 
             torch.testing.assert_close(mine, other, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.also_c10d
 @distributed(1, 2, 3)
 def test_float16_with_a_loss_scale(world: World) -> None:
     """Summed and unscaled in float32: what would vanish in float16 arrives."""
@@ -242,6 +243,7 @@ def test_gradients_of_16_micro_batches_are_accumulated_in_float32(world: World, 
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.also_c10d
 @distributed(1, 2)
 @EVERY_FEED
 @pytest.mark.parametrize("reduce_dtype", [None, FP32], ids=["own", "reduce_dtype"])
