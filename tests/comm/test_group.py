@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, distributed, lend_nothing
-from inside import private_group_of, transport_of
+from inside import gathers_of, plan_of, private_group_of, transport_of
 from models import (
     give_equal_gradients,
     params_of_shapes,
@@ -70,6 +70,29 @@ def test_broadcasts_of_two_optimizers_in_different_orders_do_not_mix(world: Worl
         pending.wait()
         for owner, tensor in parts:
             assert torch.equal(tensor, filled(7, 100 * number + 11 * owner))
+
+
+@pytest.mark.of_messages
+@distributed(2, 3)
+def test_all_gathers_of_two_optimizers_in_different_orders_do_not_mix(world: World) -> None:
+    lend_nothing()
+    params = [Parameter(torch.zeros(6)) for _ in range(2)]
+    gathers = []
+    for number, param in enumerate(params):
+        optimizer = ZeroRedundancyOptimizer([param], SGD, lr=1.0)
+        (gather,) = gathers_of(optimizer)
+        gathers.append(gather)
+        start, stop = plan_of(optimizer).slot(0, world.rank)
+        param.data[start:stop] = 100 * number + world.rank
+    numbers = [1, 0] if world.rank else [0, 1]
+    for number in numbers:
+        gathers[number].start()
+    for number in numbers:
+        gathers[number].wait()
+        gathers[number].complete()
+    each = 6 // world.size
+    for number, param in enumerate(params):
+        assert param.tolist() == [100 * number + place // each for place in range(6)]
 
 
 @pytest.mark.slow
