@@ -23,6 +23,7 @@ CONTRACT = frozenset(["_all_params", "_broadcast_object", "_join_config"])
 DOTTED = r"onecopy\.([\w.]+\.)?_[a-zA-Z]\w*$"
 IN_A_MODULE = r"onecopy(\.\w+){2,}$"
 REPLACE = ("setattr", "delattr", "patch", "object", "multiple")  # monkeypatch's, mock's, built in
+READ = ("attrgetter", "methodcaller", "__getattribute__")  # a name in quotes
 
 
 def is_private(name: str) -> bool:
@@ -104,6 +105,11 @@ def private_uses(source: str, private: frozenset[str]) -> Iterator[str]:
                 name = values[1].value if isinstance(values[1], ast.Constant) else None
                 if name in private and root_of(values[0]) not in others:
                     yield f"line {node.lineno}: {ast.unparse(node)}"
+            if isinstance(node, ast.Call) and name_of(node.func) in READ:
+                for value in values:
+                    parts = str(value.value).split(".") if isinstance(value, ast.Constant) else ()
+                    if not private.isdisjoint(parts):
+                        yield f"line {node.lineno}: {ast.unparse(node)}"
             replaces = isinstance(node, ast.Call) and name_of(node.func) in REPLACE
             if replaces and values and is_of_a_module(values[0], modules):
                 yield f"line {node.lineno}: replaces with {ast.unparse(node)}"
@@ -144,6 +150,8 @@ def test_private_names_are_used_in_inside_only(file: Path) -> None:
         "monkeypatch.setattr('onecopy.planning.sizes.MIN_SHARED_BYTES', 1)",
         "vars(optimizer)['_plan']",
         "optimizer.__dict__['_plan']",
+        "operator.attrgetter('_plan.buckets')(optimizer)",
+        "optimizer.__getattribute__('_plan')",
         "import onecopy\nclass Mine(onecopy.ZeroRedundancyOptimizer):\n"
         "    def plan(self):\n        return self._plan",
     ],
