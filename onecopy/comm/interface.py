@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -67,11 +67,7 @@ def total_numel(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class BucketLayout:
-    """A bucket of a plan in staging: the ranges of the ranks, one after the other.
-
-    Between the ranges of two owners of whole tensors the plan may have a place for a parameter
-    without elements. The layout has no such gaps, since an all-to-all sends one run.
-    """
+    """A bucket of a plan in staging: the ranges of the ranks, one after the other."""
 
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
@@ -79,19 +75,15 @@ class BucketLayout:
         self.kind = plan.streams[plan.buckets[index].stream].kind
 
     @functools.cached_property
-    def _owned(self) -> dict[int, tuple[int, int, int]]:
-        """Of whole tensors, by owner: its range, and how much further it begins in the plan."""
-        found, start = {}, 0
-        for owner, (first, last) in self.plan.owned_ranges(self.index).items():
-            found[owner] = (start, start + last - first, first - start)
-            start += last - first
-        return found
+    def _owned(self) -> dict[int, tuple[int, int]]:
+        """Of whole tensors, by owner."""
+        return self.plan.owned_ranges(self.index)
 
     def range(self, rank: int) -> tuple[int, int]:
         """[start, stop) of what a rank owns."""
         if self.kind is Kind.ELEMENTWISE:
             return self.plan.slot(self.index, rank)
-        return self._owned.get(rank, (0, 0, 0))[:2]
+        return self._owned.get(rank, (0, 0))
 
     def part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """What a rank owns in the staging of the bucket."""
@@ -99,18 +91,8 @@ class BucketLayout:
         return flat[start:stop]
 
     def segments(self) -> Iterator[Segment]:
-        """The parameters in the bucket that have elements, at their places in the layout."""
-        for segment in self.plan.segments(self.index):
-            if segment.numel:
-                shift = self._shift(self.plan.rank_at(self.index, segment.offset))
-                yield replace(segment, offset=segment.offset - shift) if shift else segment
-
-    def offset_of(self, shard: Shard) -> int:
-        """Where a shard begins within the range of its owner."""
-        return shard.offset - self._shift(shard.rank) - self.range(shard.rank)[0]
-
-    def _shift(self, owner: int) -> int:
-        return 0 if self.kind is Kind.ELEMENTWISE else self._owned[owner][2]
+        """The parameters in the bucket that have elements."""
+        return (segment for segment in self.plan.segments(self.index) if segment.numel)
 
 
 @dataclass(frozen=True, slots=True)

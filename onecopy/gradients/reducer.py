@@ -512,9 +512,9 @@ class GradBucket:
         indices = [segment.param for segment in layout.plan.segments(layout.index)]
         self.params = frozenset(indices)  # that have a part in it
         param = params[indices[0]]
-        start, stop = layout.range(rank)
+        first, stop = layout.range(rank)
         held_in = gradient_dtype(param, master_dtype)
-        held = torch.zeros(stop - start, dtype=held_in, device=param.device)
+        held = torch.zeros(stop - first, dtype=held_in, device=param.device)
         self.slot = GradientSlot(held)
         sent_in = reduce_dtype if param.is_floating_point() else None  # complex ones stay so
         # An empty tensor of the dtype and the device in which it travels.
@@ -523,8 +523,7 @@ class GradBucket:
         self.views: list[tuple[Shard, torch.Tensor]] = []
         for shard in layout.plan.shards_in(layout.index, rank):
             param = params[shard.param]
-            start = layout.offset_of(shard) if shard.numel else 0
-            view = held.narrow(0, start, shard.numel)
+            view = held.narrow(0, shard.offset - first if shard.numel else 0, shard.numel)
             if shard.param not in layout.plan.cut_params:
                 view = in_form_of(param, view)
             self.views.append((shard, view))

@@ -383,7 +383,8 @@ def _whole_stream(
     specs: Sequence[ParamSpec], owners: Mapping[int, int], limit: int
 ) -> tuple[Stream, list[int]]:
     """A bucket has at most ``limit`` bytes, or one tensor that is larger. Within it the tensors of
-    one owner are adjacent, so that one message can hold them."""
+    one owner are adjacent, so that one message can hold them, and those without elements, which
+    have a place all the same, come last, so that the owners' ranges have no gaps."""
     runs: list[list[ParamSpec]] = []
     size = 0
     for spec in specs:
@@ -392,7 +393,9 @@ def _whole_stream(
             runs.append([])
             size = spec.numel * spec.itemsize
         runs[-1].append(spec)
-    ordered = [spec for run in runs for spec in sorted(run, key=lambda s: owners[s.index])]
+    ordered = [
+        spec for run in runs for spec in sorted(run, key=lambda s: (not s.numel, owners[s.index]))
+    ]
     stream = replace(
         _lay_out(ordered, Kind.WHOLE, 1),
         owners=tuple(owners[spec.index] for spec in ordered),
