@@ -171,7 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._optimizer_class = optimizer_class
-        # In drop-in mode: whether they were found to be averaged, since the parameters changed.
+        # In drop-in mode: whether gradients were compared since parameters were added or unfrozen.
         self._gradients_compared = False
         self._steps = 0
         bucket_view = parameters_as_bucket_view
@@ -430,6 +430,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         self._enter("adding a parameter group")
         before, known = len(self.param_groups), len(self._params.registry.entries)
+        self._gradients_compared = False
 
         def prepare() -> list[str]:
             if not isinstance(param_group, dict):
@@ -461,7 +462,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults = self._inner.defaults
         self._flags = flags_of(self.param_groups)
         self._full_state = "a parameter group was added after the last consolidation"
-        self._gradients_compared = False
         self._params.rebuild()
         if self._attachment is not None:
             self._attachment.reducer.catch_up()
@@ -494,6 +494,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Extend the plan by what was unfrozen, and compare the plans and what was loaded."""
         what = "taking in unfrozen parameters" if unfrozen else "comparing what was loaded"
         self._rank_group.monitor.add_to_note(what)
+        self._gradients_compared = False  # before anything that can be interrupted on one rank
 
         def prepare() -> list[str]:
             self._params.extend(self.param_groups, unfrozen)
@@ -502,8 +503,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self._params.all_or_nothing():
             same_outcome(self._rank_group, what, prepare)
         self._params.is_confirmed, self._loaded = True, []
-        if unfrozen:
-            self._gradients_compared = False  # does DDP know of these parameters?
         self._params.rebuild()
 
     # ------------------------------------------------------------------ attached mode

@@ -201,7 +201,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the timeout of a group; ``torch.distributed.set_timeout`` is there since 2.15."""
+    """Set the timeout of a group; ``torch.distributed.set_timeout`` is there since 2.14."""
     set_it: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_it(timeout, group)
 

@@ -129,11 +129,17 @@ def made_for_frozen(
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The state of each parameter that the plan does not hold, if the class makes it in its
     constructor; one after the other, for they may be large."""
-    registry = params.registry
+    registry, plan = params.registry, params.plan
+    makes_any: dict[int, bool] = {}  # by group: asked once, since thousands may be frozen
     for index, entry in enumerate(registry.entries):
-        if index not in params.plan.params:
-            cls = registry.policies[entry.group].optimizer_class
-            made = params.inner.constructor_state(cls, groups[entry.group], [entry.param])
+        if index in plan.params:
+            continue
+        number, cls = entry.group, registry.policies[entry.group].optimizer_class
+        if number not in makes_any:
+            small = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
+            makes_any[number] = bool(params.inner.constructor_state(cls, groups[number], [small]))
+        if makes_any[number]:
+            made = params.inner.constructor_state(cls, groups[number], [entry.param])
             if entry.param in made:
                 yield index, made[entry.param]
 

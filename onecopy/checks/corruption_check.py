@@ -240,7 +240,7 @@ def state_tensors(
 ) -> tuple[list[Label], list[torch.Tensor]]:
     """All tensors of the state of these shards that have memory, master copies among them.
 
-    Why not ``checkpoint.state.collect``: this runs twice per bucket and step, and checks nothing.
+    Why not ``checkpoint.state.collect``: this runs twice in a step, and checks nothing.
     """
     labels: list[Label] = []
     tensors: list[torch.Tensor] = []

@@ -37,12 +37,12 @@ def compare_gradients(
     """Raise or warn on all ranks if ``param.grad`` differs; whether this has settled it: gradients
     that are zero everywhere prove nothing. ``strict``: raise. Collective.
 
-    Why only a warning by default: torch's class accepts such training. If one rank has the
-    gradients of another in another order, they were averaged, and the parameters are in another
-    order: that is an error.
+    Why only a warning by default: torch's class accepts such training. It is an error if one rank
+    has the gradients of another in another order, all of them, and each parameter has a gradient
+    other than zero on all ranks or on none: then the parameters are in another order.
     """
     registry = sharded_params.registry
-    views, any_nonzero = _gradients_in_words(registry.params)
+    views, are_zero = _gradients_in_words(registry.params)
     lines = [f"{name}: {view}" for name, view in zip(registry.names, views, strict=True)]
     try:
         same_outcome(rank_group, f"comparing gradients in step {step}", lambda: lines)
@@ -51,9 +51,8 @@ def compare_gradients(
             raise
         name = sharded_params.name_in_module(difference.line)
         found = "\n".join([f"{rank_group.whose}:", *difference.message.split("\n")[1:-1], ""])
-        have_gradients = [str(param.grad is not None) for param in registry.params]
-        present, *digests = gather_digests(rank_group, have_gradients, views, sorted(views))
-        if len(set(present)) == 1 and is_permuted(*digests):
+        zeros, *digests = gather_digests(rank_group, are_zero, views, sorted(views))
+        if len(set(zeros)) == 1 and is_permuted(*digests):
             raise RanksDisagree(
                 f"the gradient of {name} is that of another parameter on some ranks{found}"
                 f"{SAME_ORDER}"
@@ -63,7 +62,7 @@ def compare_gradients(
             raise error from None
         warnings.warn(str(error), stacklevel=_user_level())
         return True
-    return any_nonzero
+    return "no" in are_zero
 
 
 def _not_averaged(name: str, found: str) -> RanksDisagree:
@@ -76,8 +75,8 @@ def _not_averaged(name: str, found: str) -> RanksDisagree:
 
 
 @torch.no_grad()
-def _gradients_in_words(params: Sequence[torch.Tensor]) -> tuple[list[str], bool]:
-    """Each parameter's gradient in words, and whether any of them is not zero."""
+def _gradients_in_words(params: Sequence[torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Each parameter's gradient in words, and whether it is zero: "yes", "no" or "not known"."""
     views: list[str] = []
     numbers: list[torch.Tensor] = []
     fingerprinted: list[int] = []  # of the parameters
@@ -104,9 +103,11 @@ def _gradients_in_words(params: Sequence[torch.Tensor]) -> tuple[list[str], bool
         views.append(view)
     # Read together, so that an accelerator is waited for once.
     read = torch.stack([pair.to(numbers[0].device) for pair in numbers]).tolist() if numbers else []
-    for index, (number, _) in zip(fingerprinted, read, strict=True):
+    are_zero = ["not known" for _ in params]
+    for index, (number, is_nonzero) in zip(fingerprinted, read, strict=True):
         views[index] += f", fingerprint {number % (1 << 64):x}"
-    return views, any(is_nonzero for _, is_nonzero in read)
+        are_zero[index] = "no" if is_nonzero else "yes"
+    return views, are_zero
 
 
 def _user_level() -> int:

@@ -289,7 +289,7 @@ class AllGathers:
         if self._group.world_size > 1:
             assert self.buckets is not None
             if bucket not in self._updated:
-                raise RuntimeError(f"bucket {bucket} is replicated and cannot become gathering")
+                raise RuntimeError(f"bucket {bucket} was not marked as updated")
             self.queue.launch(bucket, self.buckets[bucket])
             self._updated.discard(bucket)
 

@@ -393,6 +393,20 @@ def test_averaged_gradients_in_another_order_are_parameters_in_another_order(wor
     )
 
 
+@distributed(2)
+def test_equal_experts_of_which_each_rank_uses_another_are_in_the_same_order(world: World) -> None:
+    experts = nn.ModuleList(Linear(4, 4) for _ in range(2))
+    for param in experts.parameters():
+        nn.init.ones_(param)
+    for is_zero in (False, True):
+        optimizer = build(experts.parameters())
+        for param in experts.parameters():
+            param.grad = torch.zeros_like(param) if is_zero else None
+        experts[world.rank](torch.ones(3, 4)).sum().backward()
+        with warned("parameter 0 (0.weight) is not the same"):
+            optimizer.step()
+
+
 @distributed(2, 3)
 def test_gradients_that_differ_in_their_places_only_were_not_averaged(world: World) -> None:
     """As those of an embedding, where each rank has seen other tokens."""

@@ -36,7 +36,7 @@ NOT_FOR_USERS = (
     "its shape does not fit its bytes",  # the same
     "its bytes are compressed",  # the same
     "its description is too long",  # the same
-    "bucket … is replicated and cannot",  # the order of calls follows from the plan
+    "bucket … was not marked as updated",  # the order of calls follows from the plan
     "expected every rank once, in order",  # what ranks tell of their hosts is put in order
     "it is no tensor",  # the same
     "… has no chunk at … on this rank",  # DCP asks for the chunks that it was shown
