@@ -533,9 +533,15 @@ def test_the_tensors_of_one_owner_lie_together_in_a_bucket(history: History) -> 
     plan = history.plan()
     owner_of = {shard.param: shard.rank for shard in all_shards(plan)}
     for bucket in range(len(plan.buckets)):
-        owners = [owner_of[segment.param] for segment in plan.segments(bucket)]
-        runs = [owner for owner, _ in itertools.groupby(owners)]
+        segments = list(plan.segments(bucket))
+        filled = [segment for segment in segments if segment.numel]
+        assert segments[: len(filled)] == filled  # those without elements come last
+        runs = [owner for owner, _ in itertools.groupby(owner_of[s.param] for s in filled)]
         assert len(runs) == len(set(runs))
+        ends = itertools.accumulate((segment.numel for segment in filled), initial=0)
+        assert [segment.offset for segment in filled] == list(ends)[:-1]
+        ranges = sorted(plan.owned_ranges(bucket).values())
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][: len(ranges)]
 
 
 # ------------------------------------------------------------------ buckets
